@@ -1,4 +1,4 @@
-"""Checks of arguments, given in the annotations of the fields of a record.
+"""Checks of arguments: of the base optimizer, and of fields, in the annotations of a record.
 
     steps: Annotated[int, check_steps] = 2
 
@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.optim.closures import evaluates_inside_step
+from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean
 
 Check = Callable[[str, Any], Any]
@@ -111,3 +115,46 @@ def whole(least: int, expected: str, unit: str = "") -> Check:
 def is_real(value: Any) -> bool:
     """Return whether the value is a number, and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_base(optimizer: Any) -> None:
+    """Check that the optimizer can be wrapped.
+
+    Raises:
+        TypeError: it is not an optimizer, or it is a wrapper already.
+        ValueError: it has no parameters, or exchanges them itself.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
+        raise TypeError(
+            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
+            f"got {type(optimizer).__name__}"
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer expects parameters to train, got a {type(optimizer).__name__} without any"
+        )
+    kind = type(optimizer)
+    # By name, because the import takes longer than everything else here.
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
+        raise ValueError(
+            f"optimizer expects one that updates all parameters of this rank, got a "
+            f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
+            f"would undo the gossip; wrap the plain optimizer"
+        )
+
+
+def check_closures(optimizer: Optimizer, overlaps: bool) -> None:
+    """Check that an optimizer may evaluate its closures where it does.
+
+    Args:
+        optimizer: the base.
+        overlaps: whether its step comes after a mixing, or inside a backward pass.
+
+    Raises:
+        ValueError: it evaluates them inside its step, which must not overlap with anything.
+    """
+    if overlaps and (reason := evaluates_inside_step(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} {reason}, which does not work with overlap: the gradient "
+            f"belongs to the parameters before the mixing; pass overlap=False"
+        )

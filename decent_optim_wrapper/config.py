@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from types import NoneType
 from typing import Annotated, Any, Literal
 
 import torch
 from torch._C._distributed_c10d import Store
-from torch.optim import Optimizer
 
 from decent_optim_wrapper.checks import (
     check_fields,
@@ -32,8 +30,6 @@ from decent_optim_wrapper.gossip.schedule import (
     Pacing,
     WithinStep,
 )
-from decent_optim_wrapper.optim.closures import evaluates_inside_step
-from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
@@ -123,23 +119,15 @@ class Elastic:
         ValueError: `stale_after` is not above 0 and finite.
     """
 
-    store: Annotated[
-        Store | None, instance_of("a torch.distributed.Store or None", Store, NoneType)
-    ] = None
+    store: Annotated[Store | None, optional(instance_of("a torch.distributed.Store", Store))] = None
     on_membership_change: Annotated[
         OnChange | None,
-        instance_of("a function of the old and the new members, or None", Callable, NoneType),
+        optional(instance_of("a function of the old and the new members", Callable)),
     ] = None
     stale_after: Annotated[float, positive("seconds")] = 2.0
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-def pacing_of(overlap: Overlap | None) -> Pacing:
-    """The pacing that an `overlap` stands for."""
-    named = {None: Delayed(), True: Delayed(), False: WithinStep(), "forward": BeforeForward()}
-    return overlap if isinstance(overlap, Pacing) else named[overlap]
 
 
 @dataclass(frozen=True)
@@ -165,16 +153,15 @@ class Settings:
         check_fields(self)
         every, average_every = self.schedule.intervals
         between = math.gcd(every, average_every or every)
-        if not self.pacing.synchronous and every != 1:
+        expected = "at least as many steps from one round to the next"
+        fits = self.pacing.longest_flight <= between
+        if not self.pacing.synchronous:
+            # It launches a round in the step that mixes the last one.
+            expected, fits = "gossip_every=1", every == 1
+        if not fits:
             raise ValueError(
-                f"overlap={self.pacing!r} expects gossip_every=1, since it launches a round in the "
-                f"step that mixes the last one, got {every}"
-            )
-        if self.pacing.synchronous and self.pacing.longest_flight > between:
-            raise ValueError(
-                f"overlap={self.pacing!r} expects at least as many steps from one round to the "
-                f"next, got gossip_every={every} and global_avg_every={average_every}, whose "
-                f"greatest common divisor is {between}"
+                f"overlap={self.pacing!r} expects {expected}, got gossip_every={every} and "
+                f"global_avg_every={average_every}"
             )
 
     @property
@@ -185,50 +172,11 @@ class Settings:
     @property
     def pacing(self) -> Pacing:
         """When a round is mixed."""
-        return pacing_of(self.overlap)
+        named = {None: Delayed(), True: Delayed(), False: WithinStep(), "forward": BeforeForward()}
+        return self.overlap if isinstance(self.overlap, Pacing) else named[self.overlap]
 
     def lines(self) -> list[str]:
         """One line for each option that the ranks compare as text; extensions have their own."""
         options = {**vars(self), **vars(self.schedule)}
         left_out = {"schedule", *OldFields.__dataclass_fields__}
         return [f"{name}={value!r}" for name, value in options.items() if name not in left_out]
-
-
-def check_base(optimizer: Any) -> None:
-    """Check that the optimizer can be wrapped.
-
-    Raises:
-        TypeError: it is not an optimizer, or it is a wrapper already.
-        ValueError: it has no parameters, or exchanges them itself.
-    """
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
-        raise TypeError(
-            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
-            f"got {type(optimizer).__name__}"
-        )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError(
-            f"optimizer expects parameters to train, got a {type(optimizer).__name__} without any"
-        )
-    kind = type(optimizer)
-    # By name, because the import takes longer than everything else here.
-    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
-        raise ValueError(
-            f"optimizer expects one that updates all parameters of this rank, got a "
-            f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
-            f"would undo the gossip; wrap the plain optimizer"
-        )
-
-
-def check_closures(optimizer: Optimizer, pacing: Pacing) -> None:
-    """Check that the closures of an optimizer do not go with overlap only.
-
-    Raises:
-        ValueError: the optimizer evaluates its closure where this pacing does not allow it.
-    """
-    reason = evaluates_inside_step(optimizer)
-    if reason and not isinstance(pacing, WithinStep):
-        raise ValueError(
-            f"{type(optimizer).__name__} {reason}, which does not work with overlap: the gradient "
-            f"belongs to the parameters before the mixing; pass overlap=False"
-        )

@@ -16,18 +16,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.checks import take_fields
+from decent_optim_wrapper.checks import check_base, check_closures, take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
-from decent_optim_wrapper.config import (
-    Elastic,
-    OnNonfinite,
-    Overlap,
-    Schedule,
-    Settings,
-    check_base,
-    check_closures,
-)
+from decent_optim_wrapper.config import Elastic, OnNonfinite, Overlap, Schedule, Settings
 from decent_optim_wrapper.deprecated import OldProperties, respelled
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.errors import CallOrderError
@@ -36,9 +28,9 @@ from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
-from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling
+from decent_optim_wrapper.gossip.local_update import Apply, Scaling
 from decent_optim_wrapper.gossip.saved_state import gossip_state, named_state, prepare_load
-from decent_optim_wrapper.gossip.schedule import Pacing
+from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
@@ -179,33 +171,22 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         extensions: Sequence[Extension] = (),
     ) -> None:
         # Each record takes the options that are its fields, by name.
-        options = dict(locals())
+        options = {**locals(), "extras": self._extras}
         start = Start(take_fields(Arguments, options))
         with start.failing_together():
             check_base(optimizer)
             options = respelled(options)
-            known, given = None if mesh is not None else model, options["extensions"]
+            given, in_module = options["extensions"], bool(self._extras.backward_order)
+            known = model if mesh is None or in_module else None
             options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
-            settings = take_fields(Settings, options)
-            check_closures(optimizer, settings.pacing)
+            options["settings"] = self._settings = settings = take_fields(Settings, options)
+            overlaps = in_module or not isinstance(settings.pacing, WithinStep)
+            check_closures(optimizer, overlaps)
             super().__init__(optimizer)
-            parts = arrange(given, optimizer)
-            self._local_update = LocalUpdate(optimizer, parts)
-        self._settings = settings
-        self._gossip, self._setup, self._hand_over = open_session(
-            start,
-            Inputs(
-                optimizer=optimizer,
-                local_update=self._local_update,
-                extensions=parts,
-                settings=settings,
-                topology=topology,
-                buffers=buffers,
-                model=model,
-                extras=self._extras,
-            ),
-        )
-        self._pipeline = self._gossip.pipeline
+            options["extensions"] = arrange(given, optimizer)
+        inputs = take_fields(Inputs, options)
+        self._gossip, self._setup, self._hand_over = open_session(start, inputs)
+        self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
             self._forward_hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
@@ -310,8 +291,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
                 the round was mixed, and the round is dropped.
             RuntimeError: a parameter that is not gossiped has a gradient; see `rebuild_buckets()`.
         """
-        splits = self._local_update.splits
-        loss = None
+        splits, loss = self._local_update.splits, None
         if closure is not None and (splits or self._evaluates_first):
             try:
                 with torch.enable_grad():
@@ -320,9 +300,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
                 # The others wait for this rank in their rounds.
                 self._gossip.close(error)
                 raise
-        # After the closure, which may have gathered the parameters.
-        if self._gossip.replica.may_gather:
-            self._gossip.replica.reshard()
         # GradScaler sets the two attributes here around its call of step().
         scaling = Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
         if splits:
@@ -635,9 +612,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         if not self._pipeline.policy.pacing.synchronous:
             raise ValueError(
                 f"overlap={self.pacing!r} does not go with Join, in which ranks wait for each "
-                f"other in every step and take no part in rounds meanwhile; ranks may make "
-                f"different numbers of steps without it: call synchronize() at the end on all of "
-                f"them"
+                f"other in every step; ranks may make different numbers of steps without it: call "
+                f"synchronize() at the end on all of them"
             )
         return IdleRounds(self._gossip, self._notify_change)
 
@@ -672,8 +648,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
                 f"in place until `with optimizer.averaged():` ends; step after it, or keep an "
                 f"average with global_avg(may_revert=False)"
             )
-        if self._forward_hooks is not None:
-            _check_forward_pass(self._forward_hooks, self._gossip)
+        if self._forward_hooks is not None and not self._forward_hooks.were_called:
+            _check_forward_pass(self._gossip)
         with Step(self._gossip, in_backward) as step:
             yield step
         if self._forward_hooks is not None:
@@ -711,16 +687,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             self._gossip.members.notify_change()
 
 
-def _check_forward_pass(hooks: ForwardHooks, gossip: Gossip) -> None:
-    """Check that the gradients were computed at mixed parameters."""
-    pipeline = gossip.pipeline
-    if hooks.were_called or pipeline.in_flight is None:
-        return
-    if any(param.grad is not None for param in gossip.params):
+def _check_forward_pass(gossip: Gossip) -> None:
+    """Check that there are no gradients, since no forward pass has mixed the parameters."""
+    if gossip.pipeline.in_flight and any(param.grad is not None for param in gossip.params):
         error = CallOrderError(
-            f"rank {pipeline.session.transport.initial_rank}: step() expects a forward pass of the "
-            f"model since the last step, which mixes the parameters, but no module was called: the "
-            f"gradients are those at other parameters. Call the model or its modules, or "
+            f"rank {gossip.pipeline.session.transport.initial_rank}: step() expects a forward pass "
+            f"of the model since the last step, which mixes the parameters, but no module was "
+            f"called: the gradients belong to other parameters. Call the model or its modules, or "
             f"synchronize() before parameters are read in another way; set gradients to None for a "
             f"step without a batch"
         )
@@ -742,8 +715,6 @@ class IdleRounds(JoinHook):
 
     def main_hook(self) -> None:
         """Make one round for a step that another rank still makes."""
-        if self._gossip.replica.may_gather:
-            self._gossip.replica.reshard()
         with Step(self._gossip, in_backward=False) as step:
             step.advance(step.buckets, lambda: None)
         # In a forward pass, which this rank does not make, the others may have mixed by now.

@@ -252,6 +252,7 @@ def test_functional_call_says_that_it_takes_the_model(nested: bool) -> None:
             r"expected the states of \['model', 'optimizer'\]",
             lambda model: model.load_state_dict(OTHER.state_dict()),
         ),
+        (ValueError, "rank 0: expected the", lambda model: model.load_state_dict(None)),
         (TypeError, "wrap the outermost", lambda model: nn.ModuleDict({"a": model}).state_dict()),
         (TypeError, "not wrapped yet", lambda model: wrap(model, None)),
     ],

@@ -32,12 +32,12 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_130, "gossip": 1_647, "wire": 1_288, "comm": 1_148, "start": 847, "elastic": 789},
+    **{"": 1_077, "gossip": 1_647, "wire": 1_288, "comm": 1_148, "start": 847, "elastic": 789},
     **{"launcher": 550, "planning": 309, "checkpoint": 487, "topo": 556, "extensions": 520},
-    **{"ddp": 513, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
+    **{"ddp": 503, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
 }
 # Code lines of all tests, likewise.
-TEST_LINES = 15_261
+TEST_LINES = 15_259
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.
@@ -68,7 +68,7 @@ _START = {*_ELASTIC, "elastic"}
 _WRAPPER = {*_START, "start", "forward_hooks", "report", "planning"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
-    "checks": {"topo"},
+    "checks": {"topo", "optim"},
     "log": {"warn"},
     "comm": _COMM,
     "mesh": _MESH,

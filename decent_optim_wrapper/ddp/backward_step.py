@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
@@ -33,8 +33,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         average_buffers: whether `global_avg` averages the floating-point buffers of the model.
         ignored: the ids of the parameters and buffers that the ranks do not share.
         parts: objects whose state belongs to the training, such as a scheduler.
-        in_forward_order: fill them in the order of the forward pass, which waits for each: what is
-            sent at the end of a backward pass may as well begin with its first layers.
+        at_end: send them at the end of a backward pass.
         options: the arguments of `DecentOptimWrapper`.
     """
 
@@ -45,7 +44,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         average_buffers: bool,
         ignored: Collection[int] = (),
         parts: Iterable[Any] = (),
-        in_forward_order: bool = False,
+        at_end: bool = False,
         **options: Any,
     ) -> None:
         known = {*map(id, params_of(optimizer)), *ignored}
@@ -55,9 +54,10 @@ class BackwardOptimizer(DecentOptimWrapper):
         if not average_buffers:
             carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
-            backward_order=() if in_forward_order else tuple(reversed([*model.parameters()])),
+            backward_order=tuple(reversed([*model.parameters()])),
             carried=tuple(carried),
             parts=tuple(parts),
+            at_end=at_end,
         )
         averaged = [buffer for _, buffer in buffers if average_buffers]
         super().__init__(optimizer, model=model, buffers=averaged, **options)
@@ -65,11 +65,8 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def splits(self) -> bool:
         """True if a step can be made in parts now: no hook waits for a call of `step()`."""
-        on_all = (
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks,
-        )
-        return self._local_update.splits and not step_hooks(self) and not any(on_all)
+        on_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return self._local_update.splits and not step_hooks(self) and not on_all
 
     @property
     def scales_itself(self) -> bool:

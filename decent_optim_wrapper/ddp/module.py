@@ -15,17 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
-from decent_optim_wrapper.config import Overlap, check_base, check_closures, pacing_of
+from decent_optim_wrapper.checks import check_base, expect, instance_of, is_real, take_fields
+from decent_optim_wrapper.config import Overlap
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
-from decent_optim_wrapper.deprecated import respelled
-from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
@@ -123,19 +120,14 @@ class DecentralizedDataParallel(Module):
         super().__init__()
         with Start(take_fields(Arguments, options)).failing_together():
             _check(model, scaler, grad_clip_norm, update_in_backward)
-            options = respelled({"overlap": overlap, **options})
-            overlap = options.pop("overlap")
             if param_as_bucket_view is None:
                 param_as_bucket_view = wants_views(model, options.get("mesh"))
             ignored = set(map(id, ignored_params))
             named = [pair for pair in model.named_parameters() if id(pair[1]) not in ignored]
             base = optim_fn([pair for pair in named if pair[1].requires_grad])
             check_base(base)
-            check_closures(base, Delayed())
             _check_ignored(ignored, model, base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-        chosen = overlap_of(overlap, options.get("extensions"), model, params_of(base))
-        at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
         self.scaler = scaler
         self.lr_scheduler = scheduler
@@ -145,10 +137,10 @@ class DecentralizedDataParallel(Module):
             sync_buffer_in_global_avg,
             ignored,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
-            in_forward_order=pacing_of(chosen).mixes_early and at_end,
+            at_end=update_in_backward is False or type(base) not in SPLITTABLE,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
-            overlap=chosen,
+            overlap=overlap,
             param_as_bucket_view=param_as_bucket_view,
             **options,
         )
@@ -311,7 +303,7 @@ class DecentralizedDataParallel(Module):
         """
         self._stepper.check()
         parts = {name: part for name, part in self._parts.items() if part is not None}
-        saved = {name for name, state in state_dict.items() if state is not None}
+        saved = {name for name, state in (state_dict or {}).items() if state is not None}
         if saved != set(parts):
             raise ValueError(
                 f"rank {self.optimizer.rank}: expected the states of {sorted(parts)}, as from "

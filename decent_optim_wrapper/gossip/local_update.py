@@ -257,9 +257,7 @@ class LocalUpdate:
             torch.autograd.graph.increment_version(params)
 
     def _step_is_replaced(self) -> bool:
-        own = vars(self._optimizer).get("step")
-        if own is None:
-            return False
+        own = vars(self._optimizer)["step"]
         by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
         return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
 

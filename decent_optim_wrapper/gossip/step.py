@@ -69,6 +69,9 @@ class Step:
     def _begin(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
         gossip, pipeline = self._gossip, self._pipeline
+        if gossip.replica.may_gather and not self._in_backward:
+            # A closure may have gathered the parameters.
+            gossip.replica.reshard()
         if not gossip.early.is_on:
             pipeline.policy.meter.reset()
         elif pipeline.in_flight:

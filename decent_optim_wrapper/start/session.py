@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.checks import instance_of
+from decent_optim_wrapper.comm.process_groups import CPU
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings, read_timeout
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
@@ -65,11 +66,14 @@ class ModuleExtras:
         carried: further tensors that start the same on all ranks, and that a restarted rank
             receives.
         parts: objects whose `state_dict` a restarted rank receives.
+        at_end: whether buckets are sent at the end of the backward pass. If the forward pass waits
+            for each of them, it fills them in its own order.
     """
 
     backward_order: tuple[Tensor, ...] = ()
     carried: tuple[Named, ...] = ()
     parts: tuple[Any, ...] = ()
+    at_end: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,6 @@ class Inputs:
 
     Args:
         optimizer: the base.
-        local_update: steps the base.
         extensions: the extensions that take part in rounds.
         settings: the checked settings.
         topology: a name or an instance; None for the default.
@@ -88,7 +91,6 @@ class Inputs:
     """
 
     optimizer: Optimizer
-    local_update: LocalUpdate
     extensions: Extensions
     settings: Settings
     topology: str | Topology | None
@@ -147,7 +149,7 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
     else:
         session = Session.connect(transport, topology, settings.schedule.intervals)
     gossip = setup.build_gossip(session)
-    setup.start_from_same_values(gossip.pipeline)
+    setup.start_from_same_values(gossip)
     return gossip, setup, setup.begin_recovery(gossip)
 
 
@@ -185,8 +187,7 @@ def _meet_in_store(start: Start, topology: Topology, settings: Settings) -> Reco
     timeout = read_timeout(settings.timeout) or found.timeout
     rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
     epoch = rendezvous.gather(FIRST_NOTE)
-    on_change = elastic.on_membership_change
-    return Recovery(rendezvous, epoch, topology, settings.schedule, on_change)
+    return Recovery(rendezvous, epoch, topology, settings.schedule, elastic.on_membership_change)
 
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
@@ -242,20 +243,23 @@ class Setup:
         self.replica = model.replica
         self.recovery = recovery
         self._held = HeldBuffers(inputs.model, model.others)
+        extras, mixes_early = inputs.extras, settings.pacing.mixes_early
+        backward_order = () if mixes_early and extras.at_end else extras.backward_order
         self._policy = policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
             meter=Meter(),
-            in_backward_order=bool(inputs.extras.backward_order) and settings.pacing.mixes_early,
+            in_backward_order=bool(backward_order) and mixes_early,
         )
-        waiting = inputs.model if settings.pacing.mixes_early else None
+        waiting = inputs.model if mixes_early else None
         in_forward_order = () if waiting is None else tuple(waiting.parameters())
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
-            wire_device=transport.wire_device if recovery is None else _on_cpu,
+            # With a recovery gloo exchanges tensors of any device.
+            wire_device=transport.wire_device if recovery is None else lambda _: CPU,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=inputs.extras.backward_order or in_forward_order,
+            order=backward_order or in_forward_order,
             copies=model.replica.copies,
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
@@ -347,7 +351,7 @@ class Setup:
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
         rate = settings.schedule.mixing_rate
-        local = inputs.local_update
+        local = LocalUpdate(inputs.optimizer, inputs.extensions)
         pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
         average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
         return Gossip(pipeline, local, average, model.replica, members=self.recovery)
@@ -365,13 +369,13 @@ class Setup:
         differing = [b for b, is_same in zip(frozen, same, strict=True) if not is_same]
         return [*self._buffers, *differing]
 
-    def start_from_same_values(self, pipeline: Pipeline) -> None:
+    def start_from_same_values(self, gossip: Gossip) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, recovery = self._model.parameters, self.recovery
+        parameters, recovery, pipeline = self._model.parameters, self.recovery, gossip.pipeline
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
             self._broadcast(pipeline.session.transport)
-        self._inputs.local_update.know(parameters)
+        gossip.local_update.know(parameters)
         self._plan(pipeline, parameters)
         if takes:
             pipeline.session.references.begin(pipeline.buckets)
@@ -405,8 +409,3 @@ class Setup:
         )
         recovery.begin(gossip, hand_over)
         return hand_over
-
-
-def _on_cpu(device: torch.device) -> torch.device:
-    """The device on which gloo exchanges tensors of any device."""
-    return torch.device("cpu")
