@@ -158,14 +158,13 @@ def to_marker(act: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 UNUSABLE = "step_00000004/rank_1_of_2.pt cannot be used"
-NO_FILE = f"{UNUSABLE}: it is missing, or no regular file"
 MARKER = "step_00000004/set_of_2.sha256 cannot be used"
 # What happens to the file of rank 1 or to the marker, and what is said of it.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn": (lambda path: os.truncate(path, path.stat().st_size - 40), UNUSABLE),
     "a bit": (flip_a_bit, UNUSABLE),
     "another saving's": (take_a_file_of_another_saving, UNUSABLE),
-    "missing": (Path.unlink, NO_FILE),
+    "missing": (Path.unlink, "No such file or directory"),
     "an empty marker": (to_marker(lambda path: os.truncate(path, 0)), MARKER),
     "a bit of the marker": (to_marker(flip_a_bit), UNUSABLE),
     "a marker without text": (to_marker(lambda path: path.write_bytes(b"\xff")), MARKER),

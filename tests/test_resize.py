@@ -166,7 +166,7 @@ def test_what_cannot_be_averaged_is_that_of_the_nearest_rank() -> None:
         assert mean["half"].dtype is torch.bfloat16
         assert (mean["phase"].item(), mean["least"].item()) == (1j, torch.inf)
         assert mean["flags"] == (True, None)
-    assert averaging.nearest(1, (0, 2)) == 0
+    assert averaging.Averaging().of({0: "low", 2: "high"}, rank=1) == "low"
 
 
 def test_counters_and_what_belongs_together_are_not_averaged() -> None:
@@ -242,7 +242,7 @@ def test_the_newest_complete_set_is_loaded_whatever_its_size(tmp_path: Path) -> 
     assert "step_00000003 of 6 ranks is passed over: it is missing, damaged, or of" in text
     assert "another run on rank 0, rank 1, rank 2, rank 3" in text
     assert "rank_5_of_6.pt cannot be used: its bytes are not those that were written" in text
-    assert "rank_1_of_3.pt cannot be used: it is missing" in text
+    assert "rank_1_of_3.pt'; looking for an older set" in text
     assert "no complete set of 1 ranks" in warned[-1]
     # Of one step, that of the same size.
     save(tmp_path, 3, 1, 50)
@@ -353,5 +353,6 @@ def test_the_command_says_what_is_missing(
     assert "expected a folder with a complete checkpoint set" in refusal("half")
     assert "expected a folder with a complete checkpoint set" in refusal("none")
     assert "torch.distributed.checkpoint" in refusal("mesh")
+    assert "such as model.pt, got a.safetensors" in refusal("run", "--out", "a.safetensors")
     assert not out.exists()
     assert command(["average", str(tmp_path / "run"), "--out", str(out), "--part", "net"]) == 0

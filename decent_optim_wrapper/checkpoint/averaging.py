@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +37,6 @@ _OF_MEMBERS = {"age", "launch_snapshot", "references", "saved_by"}
 def map_file(path: Path) -> Any:
     """Load a state whose tensors are read from the file only when they are used."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def nearest(rank: int, saved: Iterable[int]) -> int:
-    """The saved rank that is nearest to this one; of two, the lower one."""
-    return min(saved, key=lambda each: (abs(each - rank), each))
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,14 @@ class Averaging:
 
         Args:
             states: the states by the rank that saved them; their tensors may be in mapped files.
-            rank: values that cannot be averaged are taken from the saved rank nearest to this one.
+            rank: values that cannot be averaged are taken from the saved rank nearest to this one;
+                of two, from the lower one.
 
         Raises:
             NonFiniteError: a state has NaN or infinity where others have finite values.
         """
-        return self._value(states[nearest(rank, states)], dict(sorted(states.items())))
+        nearest = min(states, key=lambda each: (abs(each - rank), each))
+        return self._value(states[nearest], dict(sorted(states.items())))
 
     def _value(
         self, own: Any, by_rank: Mapping[int, Any], name: str = "", counters: Collection[str] = ()
@@ -106,14 +103,11 @@ class Averaging:
         merged = {key: value for key, value in own.items() if key not in _OF_MEMBERS}
         merged |= {"in_flight": False, "round": max(_at("round", by_rank).values())}
         if "extensions" in own:
-            states, path = _at("extensions", by_rank), f"{name}/extensions"
+            saved, states = own["extensions"], _at("extensions", by_rank)
+            kept = {each: saved[each] for each in saved if each in self.extensions}
+            average = self._value(kept, states, f"{name}/extensions", COUNTERS)
             # A name without a state remains for the others, so that loading can warn of them.
-            kept = {
-                each: state for each, state in own["extensions"].items() if each in self.extensions
-            }
-            merged["extensions"] = dict.fromkeys(own["extensions"]) | self._value(
-                kept, states, path, COUNTERS
-            )
+            merged["extensions"] = dict.fromkeys(saved) | average
         return merged
 
     def _optimizer(self, own: Any, by_rank: Mapping[int, Any], name: str, _: object) -> Any:
@@ -131,8 +125,7 @@ class Averaging:
     def _tensor(self, own: Tensor, by_rank: Mapping[int, Any], name: str) -> Tensor:
         if own.layout != torch.strided:
             return own.detach().to(self.device, copy=True)
-        place = own.untyped_storage().data_ptr(), own.storage_offset()
-        key = (*place, own.shape, own.stride(), own.dtype)
+        key = (own.data_ptr(), own.shape, own.stride(), own.dtype)
         if key not in self._done:
             alike = {rank: each for rank, each in by_rank.items() if _is_alike(each, own)}
             has_fractions = own.is_floating_point() or own.is_complex()
@@ -152,17 +145,15 @@ class Averaging:
             # Where some are finite and some are not.
             bad = (finite.any(0) & ~finite).any(1)
             if bad.any():
-                raise self._error([*tensors][int(bad.int().argmax())], name)
+                rank = [*tensors][int(bad.int().argmax())]
+                raise NonFiniteError(
+                    f"expected finite values to average, but {name} in "
+                    f"{self.files.get(rank, 'the state')} of rank {rank} has NaN or infinity where "
+                    f"other ranks have finite values; remove that set to use an older one, or "
+                    f'resume with as many ranks as have saved it and on_nonfinite="skip"',
+                    ranks=[rank],
+                )
         return (total / len(tensors)).to(first.dtype)
-
-    def _error(self, rank: int, name: str) -> NonFiniteError:
-        return NonFiniteError(
-            f"expected finite values to average, but {name} in "
-            f"{self.files.get(rank, 'the state')} of rank {rank} has NaN or infinity where other "
-            f"ranks have finite values; remove that set to use an older one, or resume with as "
-            f'many ranks as have saved it and on_nonfinite="skip"',
-            ranks=[rank],
-        )
 
 
 def _is_alike(one: Any, other: Tensor) -> bool:

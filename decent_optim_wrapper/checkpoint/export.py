@@ -26,11 +26,13 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
         The step of the set, and the number of ranks that saved it.
 
     Raises:
-        ValueError: there is no complete set, or it has no such part.
+        ValueError: there is no complete set, it has no such part, or `out` names another format.
         NonFiniteError: a file has NaN or infinity where others have finite values.
     """
+    if out.suffix == ".safetensors":
+        raise ValueError(f"expected a file for torch.load, such as model.pt, got {out}")
     held = _newest(folder)
-    paths = held.paths(held.like)
+    paths = {name.rank: held.folder / str(name) for name in held.digests}
     states = {rank: _part(map_file(path), part, path) for rank, path in paths.items()}
     average = Averaging(files=paths).of(states, min(states))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,7 @@ def _newest(folder: Path) -> SavedSet:
     for step, world_size in sorted(marked_sets(folder, shards=1), reverse=True):
         try:
             held = read_set(folder, step, FileName(rank=0, world_size=world_size))
-            held.check(held.like, all_ranks=True)
+            held.check(held.digests)
         except OSError as error:
             warn(f"{error}; looking for an older set")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,29 +89,23 @@ class SavedSet(NamedTuple):
         return "".join(f"{d}  {self.folder.name}/{name}\n" for name, d in self.digests.items())
 
     @property
-    def like(self) -> FileName:
-        """The name of its first file."""
-        return next(iter(self.digests))
+    def world_size(self) -> int:
+        """The number of ranks that saved it."""
+        return next(iter(self.digests)).world_size
 
     @property
     def checksum(self) -> int:
         """56 bits that are the same for the same files."""
         return int.from_bytes(hashlib.sha256(str(self).encode()).digest()[:7])
 
-    def paths(self, own: FileName) -> dict[int, Path]:
-        """The files of all ranks for the shard of one of them, by rank."""
-        names = (name for name in self.digests if name.shard == own.shard)
-        return {name.rank: self.folder / str(name) for name in names}
-
-    def check(self, own: FileName, all_ranks: bool) -> None:
-        """Check a rank's own file, or the files of all ranks for its shard.
+    def check(self, names: Iterable[FileName]) -> None:
+        """Check files of this set.
 
         Raises:
             OSError: a file is missing, damaged or cannot be read.
         """
-        for name, digest in self.digests.items():
-            if name == own or (all_ranks and name.shard == own.shard):
-                whole_file.check(self.folder / str(name), digest)
+        for name in names:
+            whole_file.check(self.folder / str(name), self.digests[name])
 
     def mark(self, own: FileName) -> str:
         """Write the marker, as all ranks do, through the temporary name of this rank's file.
@@ -135,11 +130,10 @@ def read_set(root: Path, step: int, like: FileName) -> SavedSet:
         like: the name of one of its files.
 
     Raises:
-        OSError: the marker is missing, torn, altered, not a regular file, or cannot be read.
+        OSError: the marker is missing, torn or altered, or cannot be read.
     """
     folder, digests = folder_of(root, step), {}
     marker = folder / like.marker
-    # Opening a FIFO would wait for a writer.
     text = marker.read_text(encoding="utf-8", errors="replace") if marker.is_file() else ""
     for line in text.splitlines():
         digest, _, name = line.partition(f"  {folder.name}/")

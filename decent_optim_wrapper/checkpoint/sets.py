@@ -140,13 +140,13 @@ class Checkpoints:
             PeerError: a rank was lost.
         """
         held = self._newest(same_world)
-        self._complete = [] if held is None else [(held.step, held.like.world_size)]
+        self._complete = [] if held is None else [(held.step, held.world_size)]
         if held is None:
             return None
         state, failed = self._ranks.together(lambda: self._read(held, map_location))
         if failed:
             raise ValueError(f"{held.folder} could not be loaded on {failed}: see the error there")
-        return Checkpoint(step=held.step, state=state, world_size=held.like.world_size)
+        return Checkpoint(step=held.step, state=state, world_size=held.world_size)
 
     def _newest(self, same_world: bool) -> SavedSet | None:
         """The newest complete set whose files all ranks can read."""
@@ -185,21 +185,21 @@ class Checkpoints:
         own = self._ranks.own
         try:
             held = read_set(self._folder, step, own._replace(world_size=world_size))
-            held.check(own, all_ranks=not self._ranks.have_saved(held))
+            held.check(self._ranks.files_of(held))
         except OSError as error:
             return None, str(error)
         return held, ""
 
     def _read(self, held: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
-        own, paths = self._ranks.own, held.paths(self._ranks.own)
+        own, names = self._ranks.own, self._ranks.files_of(held)
         state: dict[str, Any]
-        if self._ranks.have_saved(held):
-            state = torch.load(paths[own.rank], map_location=map_location, weights_only=True)
+        if names == [own]:
+            state = torch.load(held.folder / str(own), map_location=map_location, weights_only=True)
         elif any(dimension.has_shards for dimension in self._optimizer.replica.dimensions):
             # The files name the ranks of a mesh that no longer exists.
             raise ValueError(
-                f"{own.saver}: {held.folder} of {held.like.world_size} ranks holds shards of "
-                f"tensors (FSDP2, tensor parallelism), which load with {held.like.world_size} "
+                f"{own.saver}: {held.folder} of {held.world_size} ranks holds shards of "
+                f"tensors (FSDP2, tensor parallelism), which load with {held.world_size} "
                 f"replicas only; start so many, or load their average as in the guide to "
                 f"checkpoints, or pass same_world=True"
             )
@@ -207,6 +207,7 @@ class Checkpoints:
             logger.info("{}: {} of other ranks is averaged", own.saver, held.folder)
             # The state of an extension that belongs to a rank is not valid for other members.
             kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
+            paths = {name.rank: held.folder / str(name) for name in names}
             states = {rank: map_file(path) for rank, path in paths.items()}
             state = Averaging(kept, paths, map_location or "cpu").of(states, own.rank)
         here = self._part().get(_PART, [])

@@ -55,11 +55,8 @@ def check(path: Path, digest: str) -> None:
     """Check the digest of a file.
 
     Raises:
-        OSError: the file is missing, torn or altered, not a regular file, or cannot be read.
+        OSError: the file is missing, torn or altered, or cannot be read.
     """
-    # Opening a FIFO would wait for a writer.
-    if not path.is_file():
-        raise OSError(f"checkpoint {path} cannot be used: it is missing, or no regular file")
     if _digest(path) != digest:
         raise OSError(
             f"checkpoint {path} cannot be used: its bytes are not those that were written; give "
@@ -87,8 +84,7 @@ def _serialize(state: Any, file: BinaryIO) -> None:
         raise
     # Fail while saving, not later when the run depends on the file.
     file.seek(0)
-    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if foreign:
+    if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise TypeError(
             f"a checkpoint expects what torch.load(..., weights_only=True) reads again: tensors, "
             f"numbers, strings and containers of these, got {', '.join(sorted(foreign))}; allow "
