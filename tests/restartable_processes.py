@@ -201,12 +201,7 @@ class Failure(NamedTuple):
 
 
 def train_or_tell(
-    rank: int,
-    world_size: int,
-    store: Any,
-    report: Report,
-    patience: float = 0.0,
-    **options: Any,
+    rank: int, world_size: int, store: Any, report: Report, patience: float = 0.0, **options: Any
 ) -> Life | Failure:
     """As `train`, but an error of the library is an end, too; its threads end in `patience` s."""
     began = time.monotonic()

@@ -55,13 +55,13 @@ class World(NamedTuple):
         """What grows later is like the first parameter."""
         return self.specs[index] if index < len(self.specs) else self.specs[0]
 
-    def slack(self, index: int, calls: int, on_wire: bool = True) -> float:
+    def slack(self, index: int, calls: int) -> float:
         """How far rounding leads away: four times a call, each by eps / 2 of a value below 2.
 
         Mixing is an average and adds nothing to the errors that are there.
         """
         dtypes = [self.spec(index).dtype]
-        if on_wire and self.options["comm_dtype"] is not None:
+        if self.options["comm_dtype"] is not None:
             dtypes.append(self.options["comm_dtype"])
         return 4 * max(torch.finfo(dtype).eps for dtype in dtypes) * (1 + calls)
 

@@ -251,10 +251,7 @@ SOON, LATE = {"overlap": AsItArrives(4)}, {"overlap": Late(2), "schedule": Sched
 
 @pytest.mark.parametrize(
     ("options", "topology", "policy"),
-    [
-        *((SOON, "complete", "raise"), (LATE, "complete", "raise")),
-        *(({}, "ring", "skip"), (LATE, "complete", "skip")),
-    ],
+    [(SOON, "complete", "raise"), (LATE, "complete", "raise"), ({}, "ring", "skip")],
 )
 def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
     options: dict[str, Any], topology: str, policy: OnNonfinite

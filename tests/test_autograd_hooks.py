@@ -288,15 +288,6 @@ def test_buffers_are_averaged_if_asked(averaged: bool) -> None:
     run_threads(2, main)
 
 
-def test_the_ranks_must_fill_buckets_in_the_same_order() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        layers = {name: nn.Linear(8, 8) for name in ("one", "two")[:: -1 if rank else 1]}
-        with pytest.raises(ValueError, match=r"the ranks disagree: rank 1 has <parameter one"):
-            wrap(nn.ModuleDict(layers), group, lambda named: torch.optim.SGD(sorted(named), lr=0.1))
-
-    run_threads(2, main)
-
-
 def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
     module = make_model()
     dropped = wrap(module, None)

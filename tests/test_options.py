@@ -34,10 +34,7 @@ from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim.shards import local
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("ranks_on_a_mesh"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks_on_a_mesh")]
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "options.md"
 STEPS = 3

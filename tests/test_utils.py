@@ -91,10 +91,7 @@ def test_torchrun_goes_before_mpirun_and_mpirun_before_the_slurm_job_around_it()
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [
-        ("gpu[07,10-12],login1", "gpu07"),
-        ("rack[2-3]-gpu[1,4].site", "rack2-gpu1.site"),
-    ],
+    [("gpu[07,10-12],login1", "gpu07"), ("rack[2-3]-gpu[1,4].site", "rack2-gpu1.site")],
 )
 def test_rank_0_of_slurm_is_on_the_first_node_of_the_step(nodes: str, first: str) -> None:
     in_job = {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": nodes}
