@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from problem import MakeOptimizer, backward, flatten, make_params
-from scripted_ranks import LR, MOMENTUM, Part, ScriptRunner, World, wide
+from scripted_ranks import LR, MOMENTUM, ScriptRunner, World, listed, wide
 from torch import Tensor
 
 from decent_optim_wrapper import Topology
@@ -119,7 +119,8 @@ class Oracle(ScriptRunner):
     """Performs a script of calls, in float64 or complex128; every value has the ranks in front."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.round, self.steps = world, 0, 0
+        self.world, self.topology = world, listed(world.size, world.phases)
+        self.round = self.steps = 0
         self.values = [self.stack(index, range(world.size)) for index in range(len(world.specs))]
         self.velocity = [torch.zeros_like(value) for value in self.values]
         self.live = [index for index, spec in enumerate(world.specs) if not spec.frozen]
@@ -154,17 +155,14 @@ class Oracle(ScriptRunner):
 
     def land(self) -> None:
         """x <- W x for what was launched last."""
-        matrix = self.matrix(self.round - 1)
+        options = self.world.options
+        every = options.get("gossip_every", 1), options.get("global_avg_every")
+        rate = options.get("mixing_rate", 1.0)
+        matrix = due_matrix(self.topology, *every, rate, self.round - 1)
         for index in self.flying:
             value = self.values[index]
             self.values[index] = torch.tensordot(matrix.to(value.dtype), value, dims=1)
         self.flying, self.relaunch = [], False
-
-    def matrix(self, round: int) -> Tensor:
-        """What the round does, slowed down where it gossips."""
-        parts, rate = due(self.world, round)
-        identity = torch.eye(self.world.size, dtype=torch.float64)
-        return (1 - rate) * identity + rate * matrix_of(parts, self.world.size)
 
     def synchronize(self) -> None:
         if self.snapshot is not None:
@@ -212,32 +210,3 @@ class Oracle(ScriptRunner):
     def look(self) -> float:
         away = [self.values[i] - self.values[i].mean(0, keepdim=True) for i in self.live]
         return math.sqrt(sum(a.abs().square().sum().item() for a in away) / self.world.size)
-
-
-def due(world: World, round: int) -> tuple[list[Part], float]:
-    """Who mixes in a round, and how far."""
-    steps, every = round + 1, world.options.get("gossip_every", 1)
-    average_every = world.options.get("global_avg_every")
-    if average_every is not None and steps % average_every == 0:
-        return [Part(list(range(world.size)), None)], 1.0
-    if steps % every:
-        return [Part([rank], None) for rank in range(world.size)], 1.0
-    phase = round // every % len(world.phases)
-    return world.phases[phase], world.options.get("mixing_rate", 1.0)
-
-
-def dense(world: World, round: int) -> Tensor:
-    """The matrix of a round of the topology."""
-    return matrix_of(world.phases[round % len(world.phases)], world.size)
-
-
-def matrix_of(parts: list[Part], size: int) -> Tensor:
-    """By definition: w on the diagonal, (1 - w) / (m - 1) elsewhere."""
-    matrix = torch.eye(size, dtype=torch.float64)
-    for ranks, weight in parts:
-        if len(ranks) > 1:
-            own = 1 / len(ranks) if weight is None else weight
-            for i in ranks:
-                for j in ranks:
-                    matrix[i, j] = own if i == j else (1 - own) / (len(ranks) - 1)
-    return matrix

@@ -20,13 +20,6 @@ LR, MOMENTUM = 0.1, 0.5
 REFUSED = -1.0
 
 
-class Part(NamedTuple):
-    """Ranks that mix, and the weight each keeps of itself; None means that all weigh the same."""
-
-    ranks: list[int]
-    weight: float | None
-
-
 class Spec(NamedTuple):
     """A parameter to be made."""
 
@@ -47,7 +40,7 @@ class World(NamedTuple):
     """Ranks, a partition of them for every phase, and what they train."""
 
     size: int
-    phases: list[list[Part]]
+    phases: list[list[Group]]
     specs: list[Spec]
     options: dict[str, Any]
 
@@ -131,10 +124,9 @@ class Trainer(ScriptRunner):
             in_one_call(base)
         of_schedule = {field.name for field in fields(Schedule)} & options.keys()
         schedule = Schedule(**{name: options.pop(name) for name in of_schedule})
-        phases = [[Group(*part) for part in parts] for parts in self.world.phases]
         return DecentOptimWrapper(
             base,
-            topology=listed(self.world.size, phases),
+            topology=listed(self.world.size, self.world.phases),
             process_group=self.group,
             sync_at_start=False,
             schedule=schedule,

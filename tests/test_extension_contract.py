@@ -21,7 +21,7 @@ import torch.distributed as dist
 from covering import VIEWS, pairwise
 from problem import Held, adamw, flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import run_threads
-from scripted_ranks import LR, Part, Seen, Spec, Trainer, World, stack
+from scripted_ranks import LR, Seen, Spec, Trainer, World, stack
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
@@ -33,6 +33,7 @@ from decent_optim_wrapper import (
     Elastic,
     Extension,
     GradientTracking,
+    Group,
     Late,
     OuterOptimizer,
     Schedule,
@@ -93,8 +94,8 @@ SPECS = [
     Spec((20,), torch.float64, frozen=True),
 ]
 # A pair and a larger group in turn.
-PHASES = [[Part([0, 1], 0.7), Part([2], None)], [Part([0, 1, 2], None)]]
-ALONE = [[Part([0], None)]] * len(PHASES)
+PHASES = [[Group([0, 1], 0.7), Group([2])], [Group([0, 1, 2])]]
+ALONE = [[Group([0])]] * len(PHASES)
 
 
 class Rank(Trainer):

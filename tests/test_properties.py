@@ -9,8 +9,9 @@ import torch
 from dense import Oracle
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scripted_ranks import Part, Spec, World, stack
+from scripted_ranks import Spec, World, stack
 
+from decent_optim_wrapper import Group
 from decent_optim_wrapper.wire.layout import MIB, Layout
 from decent_optim_wrapper.wire.plan import plan_buckets
 
@@ -27,15 +28,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.c
 
 
 @st.composite
-def phases(draw: st.DrawFn, size: int, largest: int) -> list[Part]:
+def phases(draw: st.DrawFn, size: int, largest: int) -> list[Group]:
     left = list(draw(st.permutations(range(size))))
-    parts = []
+    groups = []
     while left:
         count = min(draw(st.sampled_from([2, 3, 1, 5])), largest)
         weight = draw(st.none() | st.floats(0.05, 0.95))
-        parts.append(Part(left[:count], weight))
+        groups.append(Group(left[:count], weight))
         left = left[count:]
-    return parts
+    return groups
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
@@ -88,7 +89,7 @@ def worlds(draw: st.DrawFn, smallest: int = 1, largest_group: int = 5) -> World:
 
 PAIR = World(
     2,
-    [[Part([0, 1], 0.75)]],
+    [[Group([0, 1], 0.75)]],
     [Spec((3,), torch.float64, frozen=False)],
     {"overlap": True, "param_as_bucket_view": False, "comm_dtype": None},
 )
@@ -129,7 +130,7 @@ def test_evaluating_and_resuming_change_no_bit_of_the_training(
 @settings(seeded, max_examples=12)
 @given(world=worlds(smallest=2, largest_group=2), rounds=st.integers(1, 6))
 def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
-    assume(any(len(part.ranks) == 2 for part in world.phases[0]))
+    assume(any(group.size == 2 for group in world.phases[0]))
     # An exact average of more than two sums, and a first round that is idle sends nothing.
     world.options.update(gossip_every=1, global_avg_every=None)
     start, *history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"], same_start=True)
