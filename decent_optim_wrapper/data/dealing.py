@@ -95,26 +95,26 @@ class Deal:
 
     @cached_property
     def _full(self) -> int:
-        """The first step for which all members have a batch; before it, single members have one."""
+        """The first step for which all members have a batch."""
         return max(self.starts.values())
 
-    def _singles(self, step: int) -> int:
-        """The number of batches of single members before a step."""
+    def _early(self, step: int) -> int:
+        """The number of batches before a step, up to the first for which all members have one."""
         return sum(max(0, step - start) for start in self.starts.values())
 
     @cached_property
     def _share(self) -> int:
-        """The number of samples in each batch of a single member."""
+        """The number of samples in each of these early batches."""
         members = len(self.starts)
-        # If few samples are left, they are shared by all steps until all members have a batch.
-        most = self.length // (self._singles(self._full) + members)
+        # Early batches leave enough of a small pool for a step of all members.
+        most = self.length // (self._early(self._full) + members)
         return max(1, min(most, self.rules.total(members) // members))
 
     @cached_property
     def size(self) -> int:
         """The number of samples in the pool, with some of the next epoch if it has too few."""
         # No batch may be empty.
-        least = self._singles(self._full)
+        least = self._early(self._full)
         if self.length > least and not self.rules.drop_last:
             least += len(self.starts)
         return max(self.length, least)
@@ -136,12 +136,12 @@ class Deal:
 
     def dealt(self, step: int) -> int:
         """The number of samples in all batches before a step."""
-        singles = self._share * self._singles(min(step, self._full))
+        early = self._share * self._early(min(step, self._full))
         if step <= self._full:
-            return singles
+            return early
         if step == self.end and not self.rules.drop_last:
             return self.size
-        return singles + (step - self._full) * self.rules.total(len(self.starts))
+        return early + (step - self._full) * self.rules.total(len(self.starts))
 
     def place(self, step: int, rank: int) -> slice:
         """The slice of the pool that is the batch of a rank."""
