@@ -39,7 +39,6 @@ from decent_optim_wrapper.wire.bucket import Bucket
 aten = torch.ops.aten
 _PACKAGE = str(Path(decent_optim_wrapper.__file__).parent)
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
-_COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 # They start no kernel.
 _FREE = re.compile("prim::|view|detach|alias|slice|select|split|unbind|expand|empty")
 
@@ -114,11 +113,10 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if on_gpu and func in _READS:
             self.note("read", str(func))
             return True if args[0].dtype == torch.bool else 1.0
-        if func is aten.nonzero.default and on_gpu:
-            self.note("read", str(func))
-            return torch.empty(0, 1, dtype=torch.int64)
-        if func in _COPIES and on_gpu and not all(map(is_cuda, copied)):
-            return self._copy(func, args, kwargs)
+        if func is aten._foreach_copy_.default and on_gpu and not all(map(is_cuda, copied)):
+            # Torch makes one copy for each tensor; those by `copy_` come to `copy`.
+            self.note("copy", str(func))
+            return None
         if func is aten._to_copy.default and self._changes_device(args[0], device):
             return self._move(args[0], kwargs)
         if not (on_gpu or (device is not None and torch.device(device).type == "cuda")):
@@ -140,15 +138,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a GPU copies to and from this memory by itself."""
         start = tensor.untyped_storage().data_ptr()
         return any(start == each.untyped_storage().data_ptr() for each in self._pinned)
-
-    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        if func is aten.copy_.default:
-            return self.copy(args[0], args[1], waits)
-        # Torch makes one copy for each tensor.
-        for target, source in zip(*args[:2], strict=True):
-            self.copy(target, source, waits)
-        return None
 
     def copy(self, target: Tensor, source: Tensor, waits: bool) -> Tensor:
         """Copy between devices; what comes from a GPU are ones."""

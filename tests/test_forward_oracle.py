@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from dense import due_matrix, mix, train_densely
-from modules import Odd, Training, accum_adam, adamw, backward, loss_of, sgd
+from modules import Odd, Training, accum_adam, adamw, backward, loss_of
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -26,7 +26,6 @@ EPS = 1e-3
 
 
 BASES = {
-    "sgd": sgd,
     # The update of SGD, unlike that of Adam, depends on the scale of a gradient.
     "fused sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adamw": partial(adamw, eps=EPS),

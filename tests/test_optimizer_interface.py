@@ -18,7 +18,6 @@ from covering import OVERLAP, pairwise
 from dense import oracle
 from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
 from ranks import run_threads
-from scripted_ranks import listed
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -29,7 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 
 
 def arguments(kind: type, name: str) -> list[tuple[str, Any, Any]]:
@@ -204,20 +203,6 @@ def test_groups_may_be_added_and_taken_out() -> None:
         return flatten([*params, *late])
 
     torch.testing.assert_close(*run_threads(2, main))
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_parameter_that_is_listed_twice_is_mixed_once() -> None:
-    topology = listed(2, [[Group([0, 1], 0.9)]])
-
-    def main(rank: int, group: dist.ProcessGroup) -> float:
-        param = torch.full((3,), float(rank), requires_grad=True)
-        base = torch.optim.SGD([param, param], lr=0.0)
-        options = {"topology": topology, "sync_at_start": False, "overlap": False}
-        wrap([param], group, base, **options).step()
-        return param[0].item()
-
-    assert run_threads(2, main) == pytest.approx([0.1, 0.9])
 
 
 def assign_groups(base: torch.optim.Optimizer, late: list[Tensor]) -> None:
