@@ -9,6 +9,8 @@ import io
 import pickle
 import warnings
 import weakref
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
 from dense import oracle
+from modules import backward as backward_of
 from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -28,7 +32,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, StateAverage, TopologyFactory
+from decent_optim_wrapper.checkpoint import Checkpoints
 
 
 def arguments(kind: type, name: str) -> list[tuple[str, Any, Any]]:
@@ -421,3 +426,72 @@ def test_the_step_of_the_base_may_be_compiled() -> None:
         ends.append(flatten(params))
     torch.testing.assert_close(*ends)
     assert not torch.equal(ends[1], flatten(make_params()))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_rank_without_any_gradient_takes_part_in_a_scaled_step(fused: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(dtype=torch.float32)
+        optimizer = wrap(
+            params, group, torch.optim.SGD(params, lr=0.1, fused=fused), topology="ring"
+        )
+        unwrapped = torch.ones((), requires_grad=True)
+        other = torch.optim.SGD([unwrapped], lr=0.1)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for _ in range(3):
+            used = [unwrapped, *params] if rank == 0 else [unwrapped]
+            backward_of(scaler.scale(torch.stack([each.sum() for each in used]).sum()))
+            for each in (optimizer, other):
+                scaler.step(each)
+                each.zero_grad()
+            assert not optimizer.stats().skipped
+            scaler.update()
+        optimizer.synchronize()
+        return flatten(params) - flatten(make_params(dtype=torch.float32))
+
+    assert run_threads(2, main)[1].abs().max() > 1e-2
+
+
+def test_a_fused_update_counts_as_a_change_of_the_parameters() -> None:
+    """Its kernels do not count it, and a graph that still needs the old values would not notice."""
+    params = make_params(dtype=torch.float32)
+    optimizer = wrap(params, base=torch.optim.SGD(params, lr=0.1, fused=True))
+    assert len(optimizer.buckets) > 1
+    backward_of(torch.stack([param.square().sum() for param in params]).sum())
+    before, versions = flatten(params), [param._version for param in params]
+    optimizer.step()
+    assert not torch.equal(flatten(params), before)
+    assert all(param._version > old for param, old in zip(params, versions, strict=True))
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_default_device_does_not_reach_the_messages_between_ranks(
+    topology: str, tmp_path: Path
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup, device: str) -> list[Tensor]:
+        params, late = make_params(), make_params(seed=3)
+        with torch.device(device):
+            options: Any = {
+                "schedule": Schedule(global_avg_every=2),
+                "extensions": [StateAverage()],
+            }
+            wrapper = wrap(params, group, topology=topology, **options)
+            checkpoints = Checkpoints(tmp_path / device, wrapper)
+            for step in range(4):
+                with torch.device("cpu"):
+                    backward(params, rank, step)
+                wrapper.step()
+            wrapper.add_param_group({"params": late})
+            with wrapper.averaged():
+                averaged = flatten(params)
+            wrapper.global_avg(may_revert=False)
+            distance = torch.tensor(wrapper.consensus_distance(), device="cpu")
+            wrapper.synchronize()
+            checkpoints.save(4, {"optimizer": wrapper.state_dict()})
+            assert checkpoints.load() is not None
+        return [flatten(params), flatten(late), averaged, distance]
+
+    usual, odd = (run_threads(2, partial(main, device=device)) for device in ("cpu", "meta"))
+    for one, other in zip(usual, odd, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert not torch.equal(usual[0][0], flatten(make_params()))

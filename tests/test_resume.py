@@ -133,6 +133,8 @@ BROKEN: list[dict[str, Any]] = [
     {"round": -1},
     {"round": 0, "in_flight": True},
     {"extensions": {"outer_optimizer": {}}},
+    {"extensions": {"outer_optimizer": {"params": []}}},
+    {"extensions": {"outer_optimizer": {"params": [{}] * 5}}},
 ]
 
 
