@@ -15,13 +15,11 @@ from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket, changed_since
-from decent_optim_wrapper.wire.exchange import Exchange, Wire
+from decent_optim_wrapper.wire.exchange import HEADER_TAG, Exchange, Wire
 from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
 from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
-
-_HEADER_TAG = 0
 
 
 class RoundPolicy(NamedTuple):
@@ -103,7 +101,7 @@ class Round:
         """
         self.age = age
         # Before the buckets: larger groups sum, and would add up whatever comes first.
-        self._headers = self.messages.send(self._header, _HEADER_TAG, 0)
+        self._headers = self.messages.send(self._header, HEADER_TAG, 0)
         return self
 
     def count_step(self) -> None:
@@ -147,16 +145,16 @@ class Round:
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)
-            if self._policy.pacing.mixes_early and not exchange.tells_finite:
-                flag = partial(self.flags.send, [exchange], self.messages, alone=True)
+            if self._policy.pacing.mixes_early and not exchange.has_own_flag:
+                flag = partial(self.flags.send, [exchange], self.messages)
                 self.messages.run(flag, exchange)
 
     def seal(self) -> None:
-        """Tell the group which buckets had finite values, once all of them are posted."""
-        untold = [each for each in self._exchanges.values() if not each.tells_finite]
-        # Each bucket has told it already if the pacing mixes early.
-        sends = bool(untold) and not self._policy.pacing.mixes_early
-        self.messages.seal(partial(self.flags.send, untold, self.messages) if sends else None)
+        """Send the group the flags of all buckets, once the last one is posted."""
+        others = [each for each in self._exchanges.values() if not each.has_own_flag]
+        # If the pacing mixes early, each of them has sent its flag already.
+        sends = bool(others) and not self._policy.pacing.mixes_early
+        self.messages.seal(partial(self.flags.send, others, self.messages) if sends else None)
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
@@ -231,7 +229,7 @@ class Round:
             self._wire.references.count_round()
             self._moves_references = False
         for exchange in exchanges:
-            if exchange.tells_finite:
+            if exchange.has_own_flag:
                 self.flags.read_pair(exchange)
             elif flags := self.flags.of(exchange):
                 for message in flags.pending:
@@ -312,9 +310,9 @@ class Round:
         return self._watch.future.done()
 
     def sent(self, bucket: Bucket) -> Flat | None:
-        """A copy of a bucket as it was posted; None if there is none."""
+        """The packed values of a bucket, if they are still in memory; otherwise None."""
         exchange = self._exchanges.get(bucket)
-        return None if exchange is None else exchange.launched
+        return None if exchange is None else exchange.packed
 
     def refuses(self, bucket: Bucket) -> bool:
         """Return whether the values of some rank forbid mixing a bucket or one attached to it."""

@@ -95,10 +95,10 @@ class CodedExchange(Exchange):
                 self._wire.references.settle(self._bucket, self._reference)
 
     def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values if both ends' values are finite, which only the GPU knows.
+        """Mix the received values where a mask on the GPU allows it; the host does not read it.
 
-        Otherwise both ranks treat the message as zeros. A rank whose own values are not finite
-        takes the received ones.
+        Where it does not, both ranks treat the message as zeros. A rank whose own values are not
+        finite takes the received ones.
         """
         bucket, arrived, own = self._bucket, usable.arrived, usable.own
         taken = None if own is None else bucket.joined(self._values(1)).data.clone()
@@ -155,14 +155,14 @@ class CodedPair(CodedExchange):
         # Without the flag: only values are counted.
         self.bytes_sent = self._messages.nbytes - 1
         self._pair = self._messages, self._room
-        self.tells_finite = wire.nonfinite.checks and not self.on_gpu
+        self.has_own_flag = wire.nonfinite.checks and not self.on_gpu
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
         return bool(self._room[-1])
 
     def _send(self) -> None:
-        if self.tells_finite:
+        if self.has_own_flag:
             self._messages[-1] = bool(self.finite)
         self.works = self._wire.exchange(*self._pair, self.position)
 

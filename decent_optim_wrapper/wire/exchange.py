@@ -18,9 +18,12 @@ from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
 
-# Tags of a round: header and flags, then one for each bucket, and one for its mean if it is coded.
-BUCKET_TAG = 2
+# The tags of a round: of its header; and of a bucket's values, its mean if that is coded, and its
+# flag, or the flags from this bucket on, each by position.
+HEADER_TAG = 0
+BUCKET_TAG = 1
 MEAN_TAG = 1 << 18
+FLAG_TAG = 1 << 19
 
 
 class Wire(NamedTuple):
@@ -82,8 +85,8 @@ class Exchange:
     sums = False
     # Whether the received values move a reference.
     uses_reference = False
-    # Whether the received message itself says if the values of the peer are finite.
-    tells_finite = False
+    # Whether the message itself says if its values are finite; otherwise a flag is sent for them.
+    has_own_flag = False
     # What the ranks of a pair send and receive.
     _pair: tuple[Tensor, Tensor]
 
@@ -97,10 +100,10 @@ class Exchange:
         group = wire.group
         # Whether the values are copied between a GPU and the CPU before they are sent.
         self.via_cpu = bucket.via_cpu and group.size > 1
-        # The sent values, if the tensors may change before the mixing, or are rounded on the wire.
+        # The packed values, if the tensors may change before the mixing, which then needs them.
         self.snapshot: Flat | None = None
-        # This rank's values as they were packed; None if they are not kept.
-        self.launched: Flat | None = None
+        # The packed values, if they are still in memory when the values of the peer arrive.
+        self.packed: Flat | None = None
         # Whether the values are finite: of shape () if a GPU has checked them.
         self.finite: bool | Tensor = True
         self.works: list[Waitable] = []
@@ -135,10 +138,10 @@ class Exchange:
         """
 
     def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values if they may be mixed, which only the GPU knows."""
+        """Mix the received values where a mask on the GPU allows it; the host does not read it."""
 
     def received_finite(self) -> bool:
-        """Return whether the values of the peer are finite, if `tells_finite`."""
+        """Return whether the received message says that its values are finite."""
         return True
 
     def _check(self, data: Tensor) -> None:
@@ -162,7 +165,7 @@ class PlainExchange(Exchange):
             self._move(self._mean(len(present)), rate)
 
     def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values if they may be mixed, which only the GPU knows."""
+        """Mix the received values where a mask on the GPU allows it; the host does not read it."""
         bucket, arrived = self._bucket, self._mean(usable.present)
         if self._sent is not None:
             # Values that are not finite would spread even with a weight of 0.
@@ -183,7 +186,7 @@ class PlainExchange(Exchange):
             self._bucket.shift_(arrived, self.snapshot, self._weight * rate)
 
     def _mean(self, present: Tensor | int) -> Flat:
-        """The values to mix, from so many ranks."""
+        """The values to mix. A sum is divided in place by the number of ranks, so call it once."""
         if self.sums:
             self._arriving.data.div_(present)
         return self._arriving
@@ -200,9 +203,9 @@ class PlainPair(PlainExchange):
         self._weight /= 2
         self._sent, self._arriving = bucket.pair(wire.needs_snapshot)
         self._pair = self._sent.data, self._arriving.data
-        self.tells_finite = wire.nonfinite.checks and not self.on_gpu
+        self.has_own_flag = wire.nonfinite.checks and not self.on_gpu
         self.snapshot = self._sent if wire.needs_snapshot else None
-        self.launched = None if bucket.is_sent_in_place else self._sent
+        self.packed = None if bucket.is_sent_in_place else self._sent
         self.bytes_sent = self._arriving.data.nbytes
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
@@ -213,7 +216,7 @@ class PlainPair(PlainExchange):
         """Check the values and start the exchange."""
         outgoing, incoming = self._sent.data, self._arriving.data
         self._check(outgoing)
-        if self.tells_finite and not self.finite:
+        if self.has_own_flag and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
         self.works = self._wire.exchange(*self._pair, self.position)

@@ -16,12 +16,8 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
 from decent_optim_wrapper.wire.coded import CodedGroup, CodedPair
-from decent_optim_wrapper.wire.exchange import Exchange, PlainGroup, PlainPair, Wire
+from decent_optim_wrapper.wire.exchange import FLAG_TAG, Exchange, PlainGroup, PlainPair, Wire
 from decent_optim_wrapper.wire.nonfinite import nonfinite_error
-
-_FLAGS_TAG = 1
-# The tags of the flags of single buckets, by position.
-_FIRST_FLAG_TAG = 1 << 19
 
 
 class Messages:
@@ -188,21 +184,18 @@ class FiniteFlags:
         # Whether a GPU checks some of the buckets.
         self.on_gpu = False
 
-    def send(
-        self, exchanges: Collection[Exchange], messages: Messages, alone: bool = False
-    ) -> None:
-        """Send the group which buckets of this rank had finite values.
+    def send(self, exchanges: Collection[Exchange], messages: Messages) -> None:
+        """Send the group the flags of some buckets in one message.
 
         Args:
-            exchanges: all buckets of the round, in their order; or one.
+            exchanges: all buckets of the round that need flags, in their order; or one of them.
             messages: the messages of the round.
-            alone: whether each bucket has its own message.
         """
         wire = self._wire
         if not (exchanges and wire.nonfinite.checks) or messages.failure or wire.group.size == 1:
             return
         positions = [each.position for each in exchanges]
-        tag = _FIRST_FLAG_TAG + positions[0] if alone else _FLAGS_TAG
+        tag = FLAG_TAG + positions[0]
         on_gpu = [each for each in exchanges if each.on_gpu]
         checked = CheckedOnGpu.gather(self._wire, on_gpu, tag) if on_gpu else None
         pending: list[PendingMessage] = []
@@ -221,7 +214,7 @@ class FiniteFlags:
         return self._by_position.get(exchange.position)
 
     def read_pair(self, exchange: Exchange) -> None:
-        """Read what a message that `tells_finite` says, once it has arrived."""
+        """Read the flag of a message that has its own, once it has arrived."""
         position, found = [exchange.position], exchange.received_finite()
         if exchange.position not in self.refused and not (found and exchange.finite):
             self._refuse(self._wire.transport.rank, position, [bool(exchange.finite)])
