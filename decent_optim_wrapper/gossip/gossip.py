@@ -53,7 +53,7 @@ class Gossip:
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks have launched, if it is still the last one.
-        self._assembled_at: int | None = None
+        self._launched_by_all: int | None = None
 
     @property
     def params(self) -> list[Tensor]:
@@ -102,7 +102,7 @@ class Gossip:
         pipeline, transport = self.pipeline, self.pipeline.session.transport
         if pipeline.policy.pacing.synchronous or pipeline.in_flight is None:
             return
-        together = self._assembled_at == pipeline.round or transport.is_closed
+        together = self._launched_by_all == pipeline.round or transport.is_closed
         if transport.world_size > 1 and not together:
             raise RuntimeError(
                 f"rank {transport.initial_rank}: load_state_dict() expects no round in flight with "
@@ -131,7 +131,7 @@ class Gossip:
                 )
             if (flying := self.pipeline.in_flight) is None:
                 return
-            if flying.is_unmixed:
+            if not flying.mixing_has_begun:
                 # A step has launched it, and the parameters were not checked since.
                 self.pipeline.check_parameters()
             if self.replica.may_gather:
@@ -153,7 +153,7 @@ class Gossip:
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
         self._begin_call()
-        self.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
+        self.with_recovery(partial(self._reach_same_round, CollectiveCall.SYNCHRONIZE))
         self.with_recovery(self._finish)
 
     def _begin_call(self) -> None:
@@ -180,7 +180,7 @@ class Gossip:
         """Put the average in place; collective."""
         self._begin_call()
         if self.pipeline.policy.pacing.synchronous:
-            self.with_recovery(self._arrive)
+            self.with_recovery(self._await_round)
         self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
             self.keep_average()
@@ -222,7 +222,7 @@ class Gossip:
             CallOrderError: a rank is in another method.
             PeerError: a rank does not answer.
         """
-        self._assemble(call)
+        self._reach_same_round(call)
         pipeline = self.pipeline
         # The group that this rank meets next, even if it is idle now.
         plan = pipeline.session.schedule.next_plan(pipeline.round, pipeline.mixing_rate)
@@ -239,7 +239,7 @@ class Gossip:
                 gathered = transport.all_gather(gathered)
         return gathered.reshape(-1, *tensor.shape)
 
-    def _assemble(self, call: CollectiveCall) -> None:
+    def _reach_same_round(self, call: CollectiveCall) -> None:
         """Bring all ranks to the same round if they may be at different ones.
 
         A rank that gets here early takes part in the rounds of the others without local updates.
@@ -262,7 +262,7 @@ class Gossip:
         pipeline.launch(pipeline.round, pipeline.mixing_rate)
         while not coming.arrival.future.done():
             flying = pipeline.in_flight
-            if flying and flying.arrives(coming.arrival):
+            if flying and flying.arrives_before(coming.arrival):
                 self._make_round(nonfinite)
         check_calls(call, read(coming, transport), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
@@ -270,7 +270,7 @@ class Gossip:
         highest = max(number for (number,) in read(launched, transport).values())
         while pipeline.round < highest:
             self._make_round(nonfinite)
-        self._assembled_at = pipeline.round
+        self._launched_by_all = pipeline.round
         if nonfinite:
             raise nonfinite[0]
 
@@ -283,7 +283,7 @@ class Gossip:
         # At once: no rank may mix a round that is in flight on others.
         self.pipeline.launch(self.pipeline.round, self.pipeline.mixing_rate)
 
-    def _arrive(self) -> None:
+    def _await_round(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
 
         Raises:

@@ -94,8 +94,8 @@ class Pipeline:
         self.pending = PendingResume()
         # The rate of the next rounds.
         self.mixing_rate = mixing_rate
-        # The last mixed round, if the findings of a GPU in it were not read yet.
-        self.mixed: Round | None = None
+        # The last mixed round, as long as the host has not read what a GPU has found in it.
+        self.unchecked: Round | None = None
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
         # that leaves with a round in flight would break it for a slower peer, and a gloo thread
         # that still runs while Python is finalised can abort the process.
@@ -248,20 +248,20 @@ class Pipeline:
         return self._arrive()
 
     def _arrive(self) -> Round | None:
-        if self.mixed is not None:
+        if self.unchecked is not None:
             self.check_on_gpu()
         arrived = self.take()
         if arrived is not None:
             if arrived.flags.refused:
                 arrived.flags.check()
-            self.mixed = arrived if arrived.flags.on_gpu else None
+            self.unchecked = arrived if arrived.flags.on_gpu else None
             if self.extensions.all:
                 self.begin_mixing(arrived)
         return arrived
 
     def begin_mixing(self, round: Round) -> None:
-        """Tell the extensions that a round arrives, before its first bucket is mixed."""
-        if round.is_unmixed:
+        """Call `arrived` of the extensions, before the first bucket of a round is mixed."""
+        if not round.mixing_has_begun:
             for extension in self.extensions.all:
                 extension.arrived(round.plan.kind, self.buckets, self.session.transport)
 
@@ -284,23 +284,23 @@ class Pipeline:
 
     def discard(self) -> None:
         """Wait for the round in flight, and drop it without mixing."""
-        self.mixed = None
+        self.unchecked = None
         self.pending = PendingResume(source=self.pending.source)
         self.take()
 
     def check_on_gpu(self) -> None:
-        """Check the findings of a GPU in the last mixed round, unless they were checked.
+        """Check what a GPU has found in the last mixed round, unless that was checked.
 
         Raises:
             NonFiniteError: the round was not mixed. The one in flight is dropped.
         """
-        mixed, self.mixed = self.mixed, None
+        mixed, self.unchecked = self.unchecked, None
         if mixed is None:
             return
         try:
             mixed.flags.check_on_gpu()
         except NonFiniteError:
-            # As for a round that is refused on arrival: the round in flight follows from it.
+            # The round in flight was launched with values that follow from it.
             self.take()
             raise
 

@@ -86,8 +86,8 @@ class Round:
         self._headers: list[PendingMessage] = []
         # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
-        # Whether no bucket is mixed yet.
-        self.is_unmixed = True
+        # Whether any bucket is mixed.
+        self.mixing_has_begun = False
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
         # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
@@ -268,7 +268,7 @@ class Round:
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
-        self.is_unmixed = False
+        self.mixing_has_begun = True
         for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
             if exchange is not None:
@@ -298,8 +298,8 @@ class Round:
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.snapshot
 
-    def arrives(self, other: Arrival) -> bool:
-        """Wait for the round or the end of another arrival; return whether the round has arrived.
+    def arrives_before(self, other: Arrival) -> bool:
+        """Wait until the round or `other` has arrived; return whether the round has.
 
         Raises:
             PeerError: the data of a peer did not arrive.

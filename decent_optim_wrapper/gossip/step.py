@@ -55,6 +55,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._begin()
+        # As with_recovery() does, which a step does not call as long as nothing fails.
         try:
             self._receive()
         except BaseException as error:
@@ -92,13 +93,13 @@ class Step:
 
     def _receive(self) -> None:
         pipeline = self._pipeline
-        # A round that was mixed before this forward pass is checked before the next one, because a
-        # GPU may not have reached it yet.
-        if pipeline.mixed is not None and not self._gossip.early.is_on:
+        # With early mixing the next forward pass checks it: a GPU may not have mixed it yet.
+        if pipeline.unchecked is not None and not self._gossip.early.is_on:
             pipeline.check_on_gpu()
         self._arrived = arrived = pipeline.receive()
         if arrived:
-            # Members of a replaced bucket are in a new one, which is not sent before the mixing.
+            # Buckets that were replaced since the launch: their members are in others now, which
+            # must be sent with mixed values.
             for bucket in tuple(arrived.unmixed):
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
@@ -119,7 +120,7 @@ class Step:
                 self._pipeline.mix(self._arrived, bucket)
         early = self._gossip.early
         if early.is_on:
-            # Buckets of a dropped round that were mixed, and that a backward pass has needed since.
+            # Restore what was mixed of a dropped round: the backward pass needed the mixed values.
             early.undo(buckets)
         with self._pipeline.policy.meter.update:
             result = update()
@@ -134,8 +135,8 @@ class Step:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         gossip, launched = self._gossip, self._launched
         if error is not None:
-            # A round may have begun. Whatever the error is, this rank closes its connections, so
-            # that the others notice: an error that a closure raises does not reach them.
+            # Whatever the error is, for example one that a closure raises: the others notice only
+            # that the connections are closed.
             if launched:
                 launched.abandon()
             gossip.close(error)
@@ -152,7 +153,7 @@ class Step:
         meter = self._pipeline.policy.meter
         meter.close(len(self._pipeline.buckets), self._pipeline.round)
         if gossip.early.is_on:
-            # The waits of the next forward pass count to the next step.
+            # The waits of the next forward pass belong to the next step.
             meter.reset()
 
     def _end(self) -> None:
