@@ -200,12 +200,12 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: b
             await_(all_know)
             assert all(ranks[here].alive(there) for here in left for there in left)
         ranks[0].watch(left, epoch=2)
-        assert not ranks[0].is_over
+        assert not ranks[0].is_over()
         second.start(2)
         # The launcher tells of the end of a later process.
         part.set(beat_key(2), ENDED.decode())
         await_(lambda: ranks[2].is_replaced and ranks[3].is_replaced)
-        assert not second.is_over
+        assert not second.is_over()
     finally:
         for each in beats:
             each.stop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,97 +18,112 @@ from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.elastic.epoch import Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
-from decent_optim_wrapper.elastic.links import check_links
+from decent_optim_wrapper.elastic.links import LinkTrial
 from decent_optim_wrapper.errors import PeerError
 
-CONNECT, PREFIX = (
-    f"decent_optim_wrapper.elastic.links.{n}" for n in ("connect_gloo", "PrefixStore")
-)
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=6)
+# For the next link.
+WAIT = TIMEOUT.total_seconds() / 2
 # What a busy machine may need for what an idle one does at once.
 PATIENCE = 30.0
+DEAD = math.inf
 
 
-def no_route(*_: Any) -> None:
-    raise RuntimeError("no route to host")
+def try_links(
+    store: Any,
+    ranks: Collection[int],
+    takes: Callable[..., float],
+    late: float = 0.0,
+    newcomers: Collection[int] = (),
+    is_over: bool = False,
+    limit: timedelta = TIMEOUT,
+) -> list[str]:
+    """Try the links of these ranks; return the errors of those that leave, else "".
 
+    Args:
+        store: shared by all ranks.
+        ranks: the ranks that try, up to the last one of all.
+        takes: seconds that an attempt takes longer, or DEAD, by its number and two ranks. They are
+            the same where a rank connects to itself.
+        late: seconds by which rank 1 comes later.
+        newcomers: the ranks that come back.
+        is_over: whether the members must meet again.
+        limit: bound of the waits for the others.
+    """
+    notes = {rank: Note(round=3, needs_state=rank in newcomers) for rank in range(max(ranks) + 1)}
 
-def all_work(pair: tuple[str, Any], end: int, size: int, timeout: timedelta) -> None:
-    connect_gloo(PrefixStore(*pair), end, size, timeout)
+    def connect(pair: tuple[str, Any], *args: Any) -> None:
+        number, (one, other) = map(json.loads, pair[0].split("/")[-2:])
+        if (seconds := takes(number, one, other)) == DEAD:
+            raise RuntimeError("no route to host")
+        time.sleep(seconds)
+        connect_gloo(PrefixStore(*pair), *args)
 
-
-def lose_first(pair: tuple[str, Any], *args: Any) -> None:
-    """The first attempt on a link fails at both of its ends."""
-    (no_route if "/links/0/" in pair[0] else all_work)(pair, *args)
-
-
-def lose_rank_1(pair: tuple[str, Any], *args: Any) -> None:
-    """The links to rank 1 are dead."""
-    (no_route if "1" in pair[0].rpartition("/")[2] else all_work)(pair, *args)
-
-
-def lose_0_to_1(pair: tuple[str, Any], *args: Any) -> None:
-    (no_route if pair[0].endswith("[0, 1]") else all_work)(pair, *args)
-
-
-def alive(ranks: Collection[int], own: int = 0) -> Any:
-    """The heartbeat of a rank that hears these."""
-    heartbeat = mock.Mock(spec=Heartbeat, is_replaced=False, rank=own)
-    heartbeat.alive = lambda rank: rank in ranks
-    return heartbeat
-
-
-def notes_of(ranks: Collection[int], newcomers: Collection[int] = ()) -> dict[int, Note]:
-    return {rank: Note(round=3, needs_state=rank in newcomers) for rank in ranks}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("connect", "newcomers", "missing", "leave"),
-    [
-        (all_work, [], [[], [], []], {}),
-        (lose_first, [], [[], [], []], {}),
-        # The one with two dead links, even if the others are newcomers.
-        (lose_rank_1, [0, 2], [[1], [0, 2], [1]], {1: [0, 2]}),
-        (lose_0_to_1, [], [[1], [0], []], {1: [0]}),
-        (lose_0_to_1, [0], [[1], [0], []], {0: [1]}),
-        (no_route, [], [[1, 2], [0, 2], [0, 1]], {1: [0, 2], 2: [0, 1]}),
-    ],
-)
-def test_a_link_is_dead_if_all_attempts_fail_and_one_end_leaves(
-    connect: Callable[..., None],
-    newcomers: list[int],
-    missing: list[list[int]],
-    leave: dict[int, list[int]],
-) -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def try_links(rank: int) -> str:
-        store = BoundedStore(TCPStore("127.0.0.1", server.port, is_master=False), TIMEOUT)
-        heartbeat = alive((0, 1, 2), rank)
+    def try_those_of(rank: int) -> str:
+        heartbeat = mock.Mock(spec=Heartbeat, rank=rank, is_over=lambda: is_over)
+        time.sleep(late if rank == 1 else 0)
         try:
-            check_links(store, 3, notes_of((0, 1, 2), newcomers), heartbeat, TIMEOUT)
+            LinkTrial(BoundedStore(store, TIMEOUT), 3, notes, heartbeat, limit).find_dead_links()
         except PeerError as error:
             assert heartbeat.leave.called
             return str(error)
         assert not heartbeat.leave.called
         return ""
 
-    pairs = mock.patch(PREFIX, lambda prefix, store: (prefix, store))
-    with mock.patch(CONNECT, connect), pairs, ThreadPoolExecutor() as pool:
-        texts = [*pool.map(try_links, range(3), timeout=PATIENCE)]
-    assert [json.loads(server.get(f"3/missing/{rank}"))[3] for rank in range(3)] == missing
+    where = {"connect_gloo": connect, "PrefixStore": lambda *pair: pair}
+    patched = mock.patch.multiple("decent_optim_wrapper.elastic.links", **where)
+    with patched, ThreadPoolExecutor() as pool:
+        return [*pool.map(try_those_of, ranks, timeout=PATIENCE)]
+
+
+def one_attempt(number: int, one: int, other: int) -> float:
+    return DEAD if number == 0 and one != other else 0
+
+
+def one_link(_: int, *ends: int) -> float:
+    return DEAD if ends == (0, 1) else 0
+
+
+def any_link(_: int, one: int, other: int) -> float:
+    return DEAD if one != other else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("takes", "late", "newcomers", "leave"),
+    [
+        (lambda *_: 0, 0, [], {}),
+        (one_attempt, 0, [], {}),
+        # The one with two dead links, even if the others are newcomers.
+        (lambda _, *ends: DEAD if ends in ((0, 1), (1, 2)) else 0, 0, [0, 2], {1: [0, 2]}),
+        (one_link, 0, [], {1: [0]}),
+        (one_link, 0, [0], {0: [1]}),
+        (any_link, 0, [], {1: [0, 2], 2: [0, 1]}),
+        # A busy machine: a rank comes late, has no time to try, or the links connect one by one.
+        (lambda *_: 0, 1.5 * WAIT, [], {}),
+        (lambda _, *ends: 1.5 * WAIT * (1 in ends), 0, [], {}),
+        (lambda _, *ends: 0.75 * WAIT * len({0, 2}.intersection(ends)), 0, [], {}),
+    ],
+)
+def test_a_link_is_dead_if_all_attempts_fail_and_one_end_leaves(
+    takes: Callable[..., float], late: float, newcomers: list[int], leave: dict[int, list[int]]
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    texts = try_links(store, range(3), takes, late, newcomers)
+    assert store.check([f"3/missing/{rank}" for rank in range(3)])
     for rank, text in enumerate(texts):
-        dead = leave.get(rank)
-        assert (f"rank {rank}: this rank and ranks {dead} are alive" in text) == (dead is not None)
+        known = leave.get(rank)
+        assert (f"rank {rank}: this rank and ranks {known} are alive" in text) == bool(text)
+        assert bool(text) == (rank in leave)
 
 
-@pytest.mark.parametrize("theirs", [None, "[0, false, 0, []]"])
-def test_a_rank_stays_unless_the_other_end_says_so_too(theirs: str | None) -> None:
-    store = mock.Mock(spec=BoundedStore)
-    store.clone.side_effect = HashStore
-    store.find.return_value = theirs
-    store.check.return_value = theirs is not None
-    with mock.patch(CONNECT, no_route):
-        check_links(store, 1, notes_of((0, 1)), alive((0, 1), 1), timedelta(seconds=0.2))
-    store.set.assert_called_with("1/missing/1", "[1, false, 1, [0]]")
+def test_a_rank_stays_unless_the_other_end_says_so_too() -> None:
+    """Nor if the other end does not come, or if the members must meet again."""
+    store, own = HashStore(), ["3/missing/1"]
+    assert try_links(store, [1], any_link, limit=timedelta(seconds=0.2)) == [""]
+    assert try_links(store, [1], any_link, is_over=True) == [""]
+    assert not store.check(own)
+    store.set("3/begun/0", "[]")
+    store.set("3/missing/0", "[]")
+    assert try_links(store, [1], any_link) == [""]
+    assert store.get(own[0]) == b"[0]"

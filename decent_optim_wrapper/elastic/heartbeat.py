@@ -42,7 +42,8 @@ class Heartbeat:
         self.rank = rank
         self._life = 0
         self._sent = ""
-        self._watch: EpochWatch | None = None
+        # Of an epoch without others, before the first one.
+        self._watch = EpochWatch(0, rank, [rank], self._looks)
         # The text that is sent with each heartbeat.
         self._text = ""
         # Whether a later process of this rank sends heartbeats.
@@ -110,13 +111,11 @@ class Heartbeat:
 
     def alive(self, rank: int) -> bool:
         """Return whether no rank has found this one dead in the present epoch."""
-        return self._watch is None or rank not in self._watch.dead
+        return rank not in self._watch.dead
 
-    @property
     def is_over(self) -> bool:
-        """True if the members must meet again, because one is dead or a rank asks for it."""
-        watch = self._watch
-        return self.is_replaced or (watch is not None and (watch.requested or bool(watch.dead)))
+        """Return whether the members must meet again, because one is dead or a rank asks for it."""
+        return self.is_replaced or self._watch.requested or bool(self._watch.dead)
 
     def say(self, text: str) -> None:
         """Send this text with every heartbeat from now on."""
@@ -146,11 +145,12 @@ class Heartbeat:
             # Its own connection, so that no call of the main thread delays the heartbeat.
             store = self._store.clone()
             for count in itertools.count(1):
-                watch, epoch = self._watch, self._watch.epoch if self._watch else 0
-                self._beat(store, f"{self._life} {count} {epoch} {os.getpid()} {self._text}")
+                watch = self._watch
+                beat = f"{self._life} {count} {watch.epoch} {os.getpid()} {self._text}"
+                self._beat(store, beat)
                 if self.is_replaced:
                     return
-                if watch is not None:
+                if watch.epoch:
                     self._look(store, watch)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.waiting import wait_for_any
 from decent_optim_wrapper.elastic.epoch import Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError
@@ -21,86 +23,103 @@ from decent_optim_wrapper.errors import PeerError
 _POLL_SECONDS = 0.05
 # Every attempt on a pair needs its own connection and threads.
 _MOST_TRIED = 32
-# The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
-_LONGEST_ATTEMPT = timedelta(seconds=8)
+# The longest wait for the next link: TCP sends its first packet after 0, 1, 3 and 7 s.
+_LONGEST_WAIT = timedelta(seconds=8)
 # A link of up to so many ranks is dead if two attempts at once have failed: lost packets may use up
 # the time of one. Among more ranks, the store's process might run out of open files.
 _MOST_TRIED_TWICE = 16
 
 
-def check_links(
-    store: BoundedStore, epoch: int, notes: dict[int, Note], heartbeat: Heartbeat, limit: timedelta
-) -> None:
-    """Try the links of this rank to the others; all members that cannot connect do so at once.
-
-    Of two ranks that cannot reach each other, the one with more dead links leaves; of two with the
-    same number a newcomer, or else the higher one.
+@dataclass(frozen=True)
+class LinkTrial:
+    """A trial of the links between members that could not connect.
 
     Args:
         store: shared by all ranks.
         epoch: whose members could not connect.
         notes: the notes of the members.
         heartbeat: of this rank.
-        limit: how long the others wait for this rank. Attempts take at most half of it: ranks with
-            working links wait in the next epoch meanwhile.
-
-    Raises:
-        PeerError: this rank leaves.
+        limit: bound of each wait for the others.
     """
 
-    def is_over() -> bool:
-        # A request for the next epoch does not end this: that rank has tried its links.
-        return heartbeat.is_replaced or not all(map(heartbeat.alive, notes))
+    store: BoundedStore
+    epoch: int
+    notes: dict[int, Note]
+    heartbeat: Heartbeat
+    limit: timedelta
 
-    if len(notes) > _MOST_TRIED or is_over():
-        return
-    rank, seconds = heartbeat.rank, min(limit / 2, _LONGEST_ATTEMPT)
-    others = notes.keys() - {rank}
-    # The ranks to which it has begun to connect: where the store is slow, nothing is known.
-    begun = set[int]()
+    @property
+    def _wait(self) -> timedelta:
+        """How long to wait for the next link after one has been tried."""
+        return min(self.limit / 2, _LONGEST_WAIT)
 
-    def connect(number: int, other: int) -> None:
-        # A call that waits for a peer's key delays all other calls over its connection.
-        ends = sorted((rank, other))
-        part = PrefixStore(f"{epoch}/links/{number}/{ends}", store.clone())
-        begun.add(other)
-        connect_gloo(part, ends.index(rank), 2, seconds)
+    def find_dead_links(self) -> None:
+        """Try the links of this rank to the others; all members do so at once.
 
-    tries = product(range(2 if len(others) < _MOST_TRIED_TWICE else 1), others)
-    attempts = {in_background(partial(connect, *each)): each[1] for each in tries}
+        A link is dead if both of its ends say so. Of two ranks that cannot reach each other, the
+        one with more dead links leaves; of two with the same number a newcomer, or else the higher
+        one. Nothing is known if a member does not come, or if the members must meet again
+        meanwhile.
 
-    def missing() -> list[int]:
-        connected = {attempts[each] for each in attempts if each.done() and not each.exception()}
-        return sorted(begun - connected)
-
-    def is_known() -> bool:
-        return (begun == others and not missing()) or all(each.done() for each in attempts)
-
-    _wait_until(is_known, seconds, is_over)
-    if is_over():
-        return
-    own = [len(dead := missing()), notes[rank].needs_state, rank, dead]
-    store.set(_key(epoch, rank), json.dumps(own))
-    for other in dead:
-        _wait_until(partial(store.check, [_key(epoch, other)]), seconds, is_over)
-        theirs = json.loads(store.find(_key(epoch, other)) or "[0, false, 0, []]")
-        if rank in theirs[3] and theirs < own:
-            heartbeat.leave()
+        Raises:
+            PeerError: this rank leaves.
+        """
+        rank = self.heartbeat.rank
+        # All begin together: an attempt fails while the other end does not make it.
+        if len(self.notes) > _MOST_TRIED or not self._share("begun", []):
+            return
+        said = self._share("missing", self._find_missing())
+        dead = {one: [other for other in said[one] if one in said[other]] for one in said}
+        order = {one: (len(dead[one]), self.notes[one].needs_state, one) for one in said}
+        if any(order[other] < order[rank] for other in dead.get(rank, [])):
+            self.heartbeat.leave()
             raise PeerError(
-                f"rank {rank}: this rank and ranks {dead} are alive, but cannot connect to each "
-                f"other, and the others go on without this one; repair the link, and restart this "
-                f"rank"
+                f"rank {rank}: this rank and ranks {dead[rank]} are alive, but cannot connect to "
+                f"each other, and the others go on without this one; repair the link, and restart "
+                f"this rank"
             )
 
+    def _share(self, name: str, own: list[int]) -> dict[int, list[int]]:
+        """The lists that the ranks have written under this name; none if one does not come."""
+        keys = {rank: f"{self.epoch}/{name}/{rank}" for rank in self.notes}
+        self.store.set(keys[self.heartbeat.rank], json.dumps(own))
+        deadline = time.monotonic() + 2 * self._wait.total_seconds()
+        while True:
+            # Before the look: a rank that has seen all lists asks for the next epoch.
+            is_over = self.heartbeat.is_over() or time.monotonic() > deadline
+            if self.store.check([*keys.values()]):
+                texts = self.store.get_all([*keys.values()])
+                return dict(zip(keys, map(json.loads, texts), strict=True))
+            if is_over:
+                return {}
+            time.sleep(_POLL_SECONDS)
 
-def _wait_until(
-    done: Callable[[], bool], limit: timedelta, should_stop: Callable[[], bool]
-) -> None:
-    deadline = time.monotonic() + limit.total_seconds()
-    while not done() and not should_stop() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    def _find_missing(self) -> list[int]:
+        """Try the links to all ranks; return those without a connection, as far as it is known.
 
+        This rank also connects to itself: before it has, it has had no time to try its links. Each
+        attempt that ends gives the others more time, since on a busy machine links connect one
+        after the other.
+        """
+        rank, numbers = self.heartbeat.rank, range(2 if len(self.notes) <= _MOST_TRIED_TWICE else 1)
+        others = [other for other in self.notes if other != rank]
+        tries = [(number, other, int(other < rank)) for number, other in product(numbers, others)]
+        tries += [(0, rank, place) for place in range(2)]
+        pending = {in_background(partial(self._connect, *each)): each[1] for each in tries}
+        connected = set[int]()
+        with suppress(TimeoutError):
+            while pending and len(connected) < len(self.notes):
+                wait_for_any(pending, self._wait.total_seconds(), self.heartbeat.is_over)
+                for attempt in [each for each in pending if each.done()]:
+                    other = pending.pop(attempt)
+                    if attempt.exception() is None:
+                        connected.add(other)
+        is_known = rank in connected and not self.heartbeat.is_over()
+        return [other for other in others if is_known and other not in connected]
 
-def _key(epoch: int, rank: int) -> str:
-    """The key of the ranks that a rank could not connect to."""
-    return f"{epoch}/missing/{rank}"
+    def _connect(self, number: int, other: int, place: int) -> None:
+        """Connect to another rank; each attempt on a link has a number, each end a place."""
+        # A call that waits for a peer's key delays all other calls over its connection.
+        ends = sorted((self.heartbeat.rank, other))
+        part = PrefixStore(f"{self.epoch}/links/{number}/{ends}", self.store.clone())
+        connect_gloo(part, place, 2, 2 * self._wait)

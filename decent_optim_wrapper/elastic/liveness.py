@@ -16,9 +16,9 @@ class EpochWatch:
     member that was found dead stays dead until the next epoch.
 
     Args:
-        epoch: its number, from 1.
+        epoch: its number.
         rank: this rank.
-        members: the ranks of the epoch.
+        members: the ranks of the epoch, this one included.
         looks: number of looks without a new heartbeat after which a rank is dead.
     """
 
@@ -35,9 +35,7 @@ class EpochWatch:
         self.requested = False
         self.watched = self._choose()
 
-    def look(
-        self, beats: Mapping[int, bytes], told: Collection[int], requested: bool = False
-    ) -> bool:
+    def look(self, beats: Mapping[int, bytes], told: Collection[int], requested: bool) -> bool:
         """Update from one poll of the other ranks.
 
         Args:
@@ -46,7 +44,7 @@ class EpochWatch:
             requested: whether a rank asks for the next epoch.
 
         Returns:
-            Whether this rank knows of dead ranks that are not in the common list.
+            True if this rank knows of dead ranks that are not in the common list.
         """
         self.requested = requested
         self._silent = {
@@ -55,17 +53,14 @@ class EpochWatch:
         }
         self._beats = dict(beats)
         silent = {rank for rank, looks in self._silent.items() if looks >= self._looks}
-        dead = self.dead.union(silent, told, (rank for rank in beats if beats[rank] == ENDED))
-        if dead != self.dead:
-            self.dead = dead
-            self.watched = self._choose()
-        return not dead.issubset(told)
+        ended = {rank for rank, beat in beats.items() if beat == ENDED}
+        self.dead = self.dead.union(silent, ended, told)
+        self.watched = self._choose()
+        return not self.dead.issubset(told)
 
     def _choose(self) -> tuple[int, ...]:
         """Choose the ranks to watch among the living ones."""
         ring = [rank for rank in self._members if rank == self._rank or rank not in self.dead]
-        if self._rank not in ring:
-            return ()
         place, size = ring.index(self._rank), len(ring)
         distances = (1 << power for power in range((size - 1).bit_length()))
         return tuple(ring[(place + distance) % size] for distance in distances)

@@ -23,7 +23,7 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.saved_state import gossip_state, prepare_load
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.topo import Base2, Complete, Greedy, Topology
+from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
 from decent_optim_wrapper.wire.layout import Layout
@@ -166,8 +166,6 @@ class Recovery:
         self._call: CollectiveCall | None = None
         # Number of calls of this rank in addition to its steps.
         self._calls_made = 0
-        # The members in the last notification of the user.
-        self._notified = self.epoch.members
         self._follower: Callable[[], Follower | None] = lambda: None
 
     @property
@@ -179,14 +177,6 @@ class Recovery:
     def joins(self) -> bool:
         """True if this rank joins others that are training already."""
         return self._note.needs_state
-
-    def agree(self, text: str) -> None:
-        """Publish a description for ranks that come later, or compare it with the published one.
-
-        Raises:
-            ValueError: this rank joins the members with another description.
-        """
-        self.rendezvous.agree(text, self.joins)
 
     def attach(self, follower: Follower) -> None:
         """Notify a follower whenever the members change, as long as it exists."""
@@ -212,17 +202,16 @@ class Recovery:
             self._call = CollectiveCall.STEP
             self._catch_up()
             self._assemble()
-            self._notified = self.epoch.members
+        # The members in the last notification of the user.
+        self._notified = self.epoch.members
         self.end_step()
 
     def begin_step(self) -> None:
         """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
         self._call = CollectiveCall.STEP
-        if self.rendezvous.wanted:
-            self._gather_again("another rank is dead, has lost a peer, or comes back")
-        elif self.transport.is_closed:
-            # In a call that does not continue without the lost rank, such as Checkpoints.save().
-            self._gather_again("lost a peer since the last step")
+        # Closed by a call that does not continue without a lost rank, such as Checkpoints.save().
+        if self.rendezvous.is_due() or self.transport.is_closed:
+            self._gather_again("a rank is dead, has lost a peer, or comes back")
         self._assemble()
 
     def end_step(self) -> None:
@@ -340,9 +329,7 @@ class Recovery:
                 self._begin_epoch()
                 return
             except PeerError as error:
-                logger.warning(
-                    "rank {}: lost a peer while rebuilding: {}", self.rendezvous.rank, error
-                )
+                logger.warning("rank {}: lost a peer meanwhile: {}", self.rendezvous.rank, error)
                 self._gather()
 
     def _begin_epoch(self) -> None:
@@ -411,7 +398,6 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
     except Exception as error:
         # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
-    general = Greedy if Greedy.accepts(size) else Base2
-    other = Complete(size) if size < 3 else general(size)
+    other = TopologyFactory.create(default_name(size), size)
     logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
     return other

@@ -32,7 +32,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, request_key
-from decent_optim_wrapper.elastic.links import check_links
+from decent_optim_wrapper.elastic.links import LinkTrial
 from decent_optim_wrapper.elastic.liveness import ENDED
 from decent_optim_wrapper.errors import PeerError, text_of
 
@@ -70,6 +70,7 @@ class Rendezvous:
         self._store = self._own_keys(store, timeout)
         self.rank = rank
         self._everyone = self._members = tuple(range(world_size))
+        self._others = [other for other in self._everyone if other != rank]
         self._timeout = timeout
         self._epoch = 0
         # Whether this rank has been a member.
@@ -78,6 +79,8 @@ class Rendezvous:
         self._heartbeat = Heartbeat(self._store, rank, stale_after)
         # Send this text with every heartbeat from now on; send none, because this rank has failed.
         self.say, self.leave = self._heartbeat.say, self._heartbeat.leave
+        # Return whether a new epoch is due: a member is dead, has lost a peer, or comes back.
+        self.is_due = self._heartbeat.is_over
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -85,19 +88,19 @@ class Rendezvous:
         """Tell the ranks that start together with this one why it does not come.
 
         This counts as a rendezvous, so that the next one has the same number on all ranks.
+
+        Raises:
+            DistError: the store is gone, or does not answer.
         """
         part = cls._own_keys(store, _TELL)
-        try:
-            if part.check(["epoch"]):
-                # The others are training already and do not wait.
-                return
-            epoch, life = 1, part.add(_starts_key(rank), 1)
-            while part.check([_members_key(epoch)]):
-                epoch += 1
-            failure = {"rank": rank, "life": life, "error": f"{type(error).__name__}: {error}"}
-            part.claim(_members_key(epoch), json.dumps(failure))
-        except DistError as silence:
-            logger.warning("rank {}: the others could not be told: {}", rank, silence)
+        if part.check(["epoch"]):
+            # The others are training already and do not wait.
+            return
+        epoch, life = 1, part.add(_starts_key(rank), 1)
+        while part.check([_members_key(epoch)]):
+            epoch += 1
+        failure = {"rank": rank, "life": life, "error": f"{type(error).__name__}: {error}"}
+        part.claim(_members_key(epoch), json.dumps(failure))
 
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
@@ -106,16 +109,10 @@ class Rendezvous:
         cls.built += 1
         return BoundedStore(part, timeout)
 
-    @property
-    def wanted(self) -> bool:
-        """True if a new epoch is due, because a member is dead, lost a peer, or comes back."""
-        return self._heartbeat.is_over
-
     def heard(self) -> dict[int, str]:
         """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
-        others = (rank for rank in self._everyone if rank != self.rank)
         with _store_errors(self.rank):
-            return {rank: text for rank in others if (text := self._heartbeat.heard(rank))}
+            return {rank: text for rank in self._others if (text := self._heartbeat.heard(rank))}
 
     def agree(self, text: str, joins: bool) -> None:
         """Publish a description, or compare it with the one that the members have published.
@@ -162,7 +159,8 @@ class Rendezvous:
                 notes = self._notes(epoch, members)
                 if connected := self._connect_epoch(epoch, notes):
                     return connected
-                check_links(self._store, epoch, notes, self._heartbeat, self._timeout)
+                trial = LinkTrial(self._store, epoch, notes, self._heartbeat, self._timeout)
+                trial.find_dead_links()
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
@@ -238,7 +236,7 @@ class Rendezvous:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
             if late and more:
-                hears = self._heartbeat.hears_members(self._last_connected())
+                hears = self._heartbeat.hears_members(self._others)
                 timeout, more = (timeout + self._timeout, more - 1) if hears else (timeout, 0)
                 # The members may have been written meanwhile.
                 continue
@@ -246,8 +244,7 @@ class Rendezvous:
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
                 notes = self._notes(epoch, self._present(epoch))
-                alive = {rank for rank in notes if self._heartbeat.alive(rank)}
-                starting = {rank for rank in alive if notes[rank].needs_state}
+                starting = {rank for rank, note in notes.items() if note.needs_state}
                 # Unless the last one has just come.
                 if missing := sorted({*self._everyone} - starting):
                     raise PeerError(
@@ -292,12 +289,6 @@ class Rendezvous:
         returned = {*self._members}.intersection(present)
         return present if 2 * len(returned) >= len(self._members) else ()
 
-    def _last_connected(self) -> list[int]:
-        """The other members of the last epoch whose members were connected."""
-        epoch = self._store.find("epoch")
-        members = [] if epoch is None else json.loads(self._store.get(_members_key(int(epoch))))
-        return [member for member in members if member != self.rank]
-
     def _read_members(self, epoch: int) -> tuple[int, ...]:
         """The members of the epoch; there are none if a rank could not start.
 
@@ -316,33 +307,28 @@ class Rendezvous:
 
     def _connect_epoch(self, epoch: int, notes: dict[int, Note]) -> Epoch | None:
         """Connect the members, who wrote the notes; return None if one is lost meanwhile."""
-        notes, members = with_donor(notes), tuple(notes)
+        members, timeout = tuple(notes), min(self._timeout, _CONNECT)
+        place, is_over = members.index(self.rank), self._heartbeat.is_over
+
+        def connect() -> tuple[Any, Any]:
+            store = PrefixStore(f"{epoch}", self._store.clone())
+            world = connect_gloo(PrefixStore("world", store), place, len(members), timeout)
+            world._set_default_timeout(self._timeout)
+            return world, store
+
+        world = store = None
         try:
-            transport = self._connect(epoch, members)
+            if len(members) > 1:
+                world, store = within(timeout.total_seconds(), connect, is_over)
         except (RuntimeError, TimeoutError) as error:
             text = "rank {}: the members of epoch {} cannot connect: {}"
             logger.warning(text, self.rank, epoch, text_of(error))
             return None
         self._store.set("epoch", str(epoch))
         self._took_part = True
-        return Epoch(notes=notes, transport=transport)
-
-    def _connect(self, epoch: int, members: tuple[int, ...]) -> Transport:
-        """Create the group and the store of the members, and check that all are connected."""
-        place, heartbeat = members.index(self.rank), self._heartbeat
-        world = store = None
-        if len(members) > 1:
-            timeout = min(self._timeout, _CONNECT)
-
-            def connect() -> tuple[Any, Any]:
-                store = PrefixStore(f"{epoch}", self._store.clone())
-                world = connect_gloo(PrefixStore("world", store), place, len(members), timeout)
-                world._set_default_timeout(self._timeout)
-                return world, store
-
-            world, store = within(timeout.total_seconds(), connect, lambda: heartbeat.is_over)
         parts = (world, place, members, self._timeout, store)
-        return Transport(*parts, should_stop=lambda: heartbeat.is_over)
+        transport = Transport(*parts, should_stop=is_over)
+        return Epoch(notes=with_donor(notes), transport=transport)
 
     def _present(self, epoch: int) -> tuple[int, ...]:
         """The ranks that have entered."""

@@ -317,7 +317,7 @@ class Setup:
         elif recovery is None or not recovery.joins:
             check_same(text, [transport])
         if recovery:
-            recovery.agree(text)
+            recovery.rendezvous.agree(text, recovery.joins)
 
     def add(self, pipeline: Pipeline, parameters: Sequence[Named], late: Sequence[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones.
