@@ -9,7 +9,9 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any, ClassVar, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -173,7 +175,10 @@ def await_(found: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("told", [False, True])
 def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: bool) -> None:
     store, stale_after = HashStore(), 1000.0 if told else 1.0
-    part = PrefixStore(key_prefix(0), store)
+    # The ranks have built two wrappers, the first one in vain.
+    parts = [PrefixStore(key_prefix(number), store) for number in range(2)]
+    for part, rank in product(parts, range(8)):
+        part.add(f"starts/{rank}", 1)
     # Of eight ranks, and of a second process of rank 3.
     beats = [
         Heartbeat(BoundedStore(part, timedelta(seconds=10)), rank, stale_after)
@@ -189,8 +194,10 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: b
         for lost in (6, 5):
             left.remove(lost)
             ranks[lost].stop()
-            # Another process of rank 0 has ended, which is not the one that the others know.
+            # Other processes of rank 0 have ended, one of them on another host.
             tell_end(lambda: store, 0, pid=0)
+            with mock.patch("socket.gethostname", return_value="another"):
+                tell_end(lambda: store, 0, os.getpid())
 
             def all_know(lost: int = lost) -> bool:
                 # Again: the last heartbeat may be on its way.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Set
@@ -41,6 +42,7 @@ class Heartbeat:
         self._store = store
         self.rank = rank
         self._life = 0
+        self._process = process_name(os.getpid())
         self._sent = ""
         # Of an epoch without others, before the first one.
         self._watch = EpochWatch(0, rank, [rank], self._looks)
@@ -97,7 +99,7 @@ class Heartbeat:
             life: number of this process among those that have had this rank; later ones are higher.
         """
         self._life = life
-        self._sent = f"{life} 0 0 {os.getpid()} "
+        self._sent = f"{life} 0 0 {self._process} "
         # At once, since the ranks that watch this one expect a heartbeat.
         self._store.set(beat_key(self.rank), self._sent)
         in_background(self._run)
@@ -146,7 +148,7 @@ class Heartbeat:
             store = self._store.clone()
             for count in itertools.count(1):
                 watch = self._watch
-                beat = f"{self._life} {count} {watch.epoch} {os.getpid()} {self._text}"
+                beat = f"{self._life} {count} {watch.epoch} {self._process} {self._text}"
                 self._beat(store, beat)
                 if self.is_replaced:
                     return
@@ -191,6 +193,11 @@ class Heartbeat:
             if found == text:
                 return
             known = found
+
+
+def process_name(pid: int) -> str:
+    """A process of this host, as heartbeats name it: processes of two hosts may have one number."""
+    return f"{socket.gethostname()}:{pid}"
 
 
 def request_key(epoch: int) -> str:

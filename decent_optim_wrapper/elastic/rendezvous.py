@@ -31,7 +31,7 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, request_key
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, process_name, request_key
 from decent_optim_wrapper.elastic.links import LinkTrial
 from decent_optim_wrapper.elastic.liveness import ENDED
 from decent_optim_wrapper.errors import PeerError, text_of
@@ -351,12 +351,14 @@ def tell_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
     Args:
         connect: connects to the store; it may block.
         rank: the rank.
-        pid: the process. If the store knows another one, such as a later one, nothing changes.
+        pid: the process, on this host. If the store knows another one, such as a later one,
+            nothing changes.
     """
     store, key, number = connect(), beat_key(rank), 0
-    while (part := PrefixStore(key_prefix(number), store)).check([key]):
-        beat = part.get(key).decode()
-        if beat.split(" ")[3] == str(pid):
+    # A wrapper whose constructor has failed there may have sent no heartbeat.
+    while (part := PrefixStore(key_prefix(number), store)).check([_starts_key(rank)]):
+        beat = part.get(key).decode() if part.check([key]) else ENDED.decode()
+        if beat.split(" ")[3] == process_name(pid):
             part.compare_set(key, beat, ENDED.decode())
         number += 1
 
