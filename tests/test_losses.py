@@ -52,13 +52,10 @@ def break_a_bucket(optimizer: DecentOptimWrapper, rank: int, error: BaseExceptio
         optimizer.buckets[1].pack = pack  # type: ignore[method-assign]
 
 
-def fail_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor], rank: int) -> None:
-    break_a_bucket(optimizer, rank)
-    take_steps(optimizer, params, rank, range(2, 9))
-
-
-def be_interrupted(optimizer: DecentOptimWrapper, params: list[Tensor], rank: int) -> None:
-    break_a_bucket(optimizer, rank, KeyboardInterrupt())
+def fail_in_a_step(
+    error: BaseException, optimizer: DecentOptimWrapper, params: list[Tensor], rank: int
+) -> None:
+    break_a_bucket(optimizer, rank, error)
     take_steps(optimizer, params, rank, range(2, 9))
 
 
@@ -108,9 +105,9 @@ OF_MEMORY = f"OutOfMemoryError: {MEMORY}"
 @pytest.mark.parametrize(
     ("topology", "make_base", "fail", "own"),
     [
-        ("ring", sgd, fail_in_a_step, OF_MEMORY),
+        ("ring", sgd, partial(fail_in_a_step, MEMORY), OF_MEMORY),
         ("complete", sgd, fail_in_an_average, OF_MEMORY),
-        ("complete", sgd, be_interrupted, "KeyboardInterrupt"),
+        ("complete", sgd, partial(fail_in_a_step, KeyboardInterrupt()), "KeyboardInterrupt"),
         ("complete", sgd, fail_in_synchronize, OF_MEMORY),
         ("ring", sgd, fail_in_a_state, "TypeError: "),
         ("complete", lbfgs, partial(fail_in_a_closure, RefusedError("empty")), "RefusedError: em"),
@@ -123,14 +120,9 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[str, int | None, float]:
         params = make_params()
-        optimizer = wrap(
-            params,
-            group,
-            make_base(params),
-            topology=topology,
-            overlap=make_base is sgd,
-            extensions=[StateAverage()] if make_base is sgd else [],
-        )
+        extensions = [StateAverage()] if make_base is sgd else []
+        options: dict[str, Any] = {"overlap": make_base is sgd, "extensions": extensions}
+        optimizer = wrap(params, group, make_base(params), topology=topology, **options)
         for step in range(2):
             optimizer.step(partial(backward, params, rank, step))
         assert not torch.equal(flatten(params), flatten(make_params()))

@@ -6,11 +6,11 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import netlab
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2"),
 ]
 
-Result = TypeVar("Result")
 RANKS = 3
 STORE = RANKS
 # What the promise adds to the timeout, and what two busy cores may.
@@ -165,15 +164,10 @@ ROUNDS = 20
 PATIENCE = 100.0
 
 
-def on_host(where: netlab.Lab, host: int, action: Callable[[], Result]) -> Result:
-    """Call an action in the network of a host."""
-
-    def call() -> Result:
-        netlab.enter(where.hosts[host])
-        return action()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result(60)
+def retransmitted(where: netlab.Lab, host: int) -> int:
+    """The packets that a host has sent again."""
+    with ThreadPoolExecutor(1, initializer=netlab.enter, initargs=(where.hosts[host],)) as pool:
+        return pool.submit(netlab.retransmitted).result(60)
 
 
 @pytest.mark.timeout(240)
@@ -181,12 +175,12 @@ def on_host(where: netlab.Lab, host: int, action: Callable[[], Result]) -> Resul
 def test_all_ranks_are_there_after_many_rounds_over_bad_links() -> None:
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout=8.0) as processes:
         processes.all_reach("round 3")
-        before = on_host(where, 0, netlab.retransmitted)
+        before = retransmitted(where, 0)
         relays = [netlab.lose(where, host, 0.1, 0.005, seed=5 + host) for host in HOSTS]
         try:
             for rank in range(RANKS):
                 processes.wait_for_round(rank, ROUNDS, PATIENCE)
-            assert on_host(where, 0, netlab.retransmitted) > before
+            assert retransmitted(where, 0) > before
         finally:
             for relay in relays:
                 relay.kill()

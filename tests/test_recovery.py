@@ -64,14 +64,8 @@ def test_a_killed_rank_that_is_started_again_at_once_is_not_missed() -> None:
 
 def test_two_ranks_lost_at_once_one_in_the_rebuilding_and_then_all_but_the_last() -> None:
     """Nobody waits for the timeout: neighbours that close for another's sake are not lost."""
-    late = Schedule(gossip_every=3)
-    options = {
-        "overlap": Late(3),
-        "schedule": late,
-        "comm_dtype": torch.int8,
-        "param_as_bucket_view": True,
-    }
-    with trained(6, timeout=LONG, **options) as processes:
+    options = {"overlap": Late(3), "schedule": Schedule(gossip_every=3), "comm_dtype": torch.int8}
+    with trained(6, timeout=LONG, param_as_bucket_view=True, **options) as processes:
         processes.all_reach("joined")
         processes.wait_for(3, "round 3")
         processes.kill(0)
