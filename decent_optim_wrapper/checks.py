@@ -43,9 +43,15 @@ def check_fields(record: Any) -> None:
 
 def checks_of(kind: type) -> dict[str, Check]:
     """The check of each field of a dataclass whose annotation has one."""
-    hints = get_type_hints(kind, include_extras=True)
-    carried = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: checks[0] for name, checks in carried.items() if checks}
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+
+
+class CheckedFields:
+    """A base of dataclasses, whose fields are checked when an instance is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def expect(condition: bool, text: str, value: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from decent_optim_wrapper.checks import (
-    check_fields,
+    CheckedFields,
     converted,
     expect,
     instance_of,
@@ -70,7 +70,7 @@ _steps = whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
-class Schedule(OldFields):
+class Schedule(CheckedFields, OldFields):
     """Which rounds there are, and how far they mix; the same on all ranks.
 
     Args:
@@ -91,9 +91,6 @@ class Schedule(OldFields):
     mixing_rate: Annotated[float, converted(check_mixing_rate)] = 1.0
     global_avg_every: Annotated[int | None, optional(_steps)] = None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @property
     def intervals(self) -> Intervals:
         """How often rounds are launched."""
@@ -101,7 +98,7 @@ class Schedule(OldFields):
 
 
 @dataclass(frozen=True)
-class Elastic:
+class Elastic(CheckedFields):
     """Continue training without a lost rank, and let it rejoin when it is restarted.
 
     Args:
@@ -126,12 +123,9 @@ class Elastic:
     ] = None
     stale_after: Annotated[float, positive("seconds")] = 2.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(CheckedFields):
     """Further options of `DecentOptimWrapper`; the same on all ranks.
 
     Raises:
@@ -150,7 +144,7 @@ class Settings:
     schedule: Annotated[Schedule, instance_of("a Schedule", Schedule)]
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         every, average_every = self.schedule.intervals
         between = math.gcd(every, average_every or every)
         expected = "at least as many steps from one round to the next"

@@ -6,7 +6,7 @@ To remove them, delete this module and what refers to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decent_optim_wrapper.checks import Check, one_of
@@ -75,16 +75,15 @@ def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a spelling has no meaning, or `overlap` says otherwise when a round is mixed.
     """
-    new = dict(options)
-    old: dict[str, Any] = {}
+    new, old = dict(options), dict[str, Any]()
     if new.pop("gradient_tracking", False):
         old["gradient_tracking"] = True
     if isinstance(schedule := new.get("schedule"), OldFields):
-        names = [each.name for each in fields(OldFields)]
-        old |= {name: value for name in names if (value := getattr(schedule, name)) is not None}
-        reset: dict[str, Any] = dict.fromkeys(names)
+        reset: dict[str, Any] = dict.fromkeys(OldFields.__dataclass_fields__)
         if vars(schedule)["gossip_every"] == "auto":
-            old["gossip_every"], reset["gossip_every"] = "auto", 1
+            reset["gossip_every"] = 1
+        passed_on = {name: getattr(schedule, name) for name in reset}
+        old |= {name: value for name, value in passed_on.items() if value is not None}
         new["schedule"] = replace(schedule, **reset)
     if not old:
         return new

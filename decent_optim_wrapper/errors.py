@@ -53,21 +53,3 @@ class NonFiniteError(RuntimeError):
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-
-
-def no_average_error(rank: int) -> RuntimeError:
-    """The error of a call that reverts an average although none is in place."""
-    return RuntimeError(
-        f"rank {rank}: revert_global_avg() expects an average in place that may be reverted; call "
-        f"global_avg(may_revert=True) first, and revert it before the next step()"
-    )
-
-
-def swapped_error(rank: int) -> RuntimeError:
-    """The error of a call that reverts an average although other values are in place."""
-    return RuntimeError(
-        f"rank {rank}: revert_global_avg() expects the average in place, but the parameters were "
-        f"changed since global_avg(), for example by code that swaps weights, which the snapshot "
-        f"would replace; call it before they are swapped back, or use `with "
-        f"optimizer.averaged():`, which restores in any case"
-    )

@@ -74,18 +74,16 @@ class ForwardHooks:
         """Follow the modules and parameters that the model has now."""
         names = "before_model", "before", "before_reading", "before_listing", "before_saving"
         first, before, read, listed, saved = (_Hook(self, name) for name in names)
+        watch = Watch(read=read, listed=listed, copied=saved)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
             if id(module) not in self._own and not isinstance(module, torch.jit.ScriptModule):
                 called = first if module is self._root else before
-                handles = (
-                    # First of all: FSDP gathers shards in such a hook.
-                    module.register_forward_pre_hook(called, prepend=True),
-                    module.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
-                    Watch(module, read=read, listed=listed, copied=saved),
-                )
-                for handle in handles:
-                    self._end.callback(handle.remove)
+                # First of all: FSDP gathers shards in such a hook.
+                hook = module.register_forward_pre_hook(called, prepend=True)
+                on_save = module.register_state_dict_pre_hook(saved)  # type: ignore[no-untyped-call]
+                for end in (hook.remove, on_save.remove, watch.begin(module)):
+                    self._end.callback(end)
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced, self._known = {}, set()
 

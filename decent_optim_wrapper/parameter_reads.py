@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, ItemsView, Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,36 +45,23 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
-class Watch:
-    """Watches a module until it is removed, as torch's handles of hooks do.
+class Watch(NamedTuple):
+    """What is called when the parameters of a module are accessed.
 
     Args:
-        module: the module.
         read: called with a parameter that is about to be read by its name.
-        listed: called with all its parameters when an iteration comes to the module.
-        copied: called before the parameters are copied or written to a file.
+        listed: called with all of them when an iteration comes to the module.
+        copied: called before they are copied or written to a file.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        read: Callable[[nn.Parameter], None],
-        listed: Callable[[Iterable[nn.Parameter]], None],
-        copied: Callable[[], None],
-    ) -> None:
-        self.read, self.listed, self.copied = read, listed, copied
-        self._module = weakref.ref(module)
+    read: Callable[[nn.Parameter], None]
+    listed: Callable[[Iterable[nn.Parameter]], None]
+    copied: Callable[[], None]
+
+    def begin(self, module: nn.Module) -> Callable[[], None]:
+        """Watch the parameters of a module; returns the function that ends it."""
         found = vars(module)["_parameters"]
         if not isinstance(found, WatchedParameters):
             found = vars(module)["_parameters"] = WatchedParameters(found)
         found.watches.append(self)
-
-    def remove(self) -> None:
-        """Stop watching; without watches the module has a plain dict again."""
-        module = self._module()
-        found = None if module is None else vars(module)["_parameters"]
-        # Someone else may have put another dict there.
-        if module is not None and isinstance(found, WatchedParameters):
-            found.watches.remove(self)
-            if not found.watches:
-                vars(module)["_parameters"] = dict(found)
+        return partial(found.watches.remove, self)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.planning.tables import table
 
@@ -96,21 +95,6 @@ class Report:
         return "\n".join([table(rows), *self.advice])
 
 
-def build_report(gossip: Gossip, shards: int) -> Report:
-    """Compare the last steps of all ranks; collective.
-
-    Args:
-        gossip: the gossip of this rank.
-        shards: number of ranks of a replica.
-
-    Raises:
-        PeerError: a rank did not answer.
-    """
-    # The shards of a replica have waited for each other, so the first one is enough.
-    rows = gossip.all_gather(_measure(gossip.pipeline))[::shards]
-    return diagnose(rows, gossip.pipeline.session.transport.members)
-
-
 def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
     """Find the slow rank and the slow link.
 
@@ -165,8 +149,8 @@ def _slow_link(waits: Tensor, members: Sequence[int], step: float) -> Link | Non
     return link if wait > _WAITS * step else None
 
 
-def _measure(pipeline: Pipeline) -> Tensor:
-    """This rank's row for `diagnose`."""
+def measure(pipeline: Pipeline) -> Tensor:
+    """The costs of the last steps of this rank, as a row for `diagnose`."""
     own, row = pipeline.session.transport.rank, [0.0] * len(_COSTS)
     history = pairwise(pipeline.policy.meter.history)
     steps = [(end - begin, cost, {*group}) for (begin, *_), (end, cost, group) in history]

@@ -38,7 +38,7 @@ from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
-from decent_optim_wrapper.report import Report, build_report
+from decent_optim_wrapper.report import Report, diagnose, measure
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
@@ -179,12 +179,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             given, in_module = options["extensions"], bool(self._extras.backward_order)
             known = model if mesh is None or in_module else None
             options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
-            options["settings"] = self._settings = settings = take_fields(Settings, options)
-            overlaps = in_module or not isinstance(settings.pacing, WithinStep)
-            check_closures(optimizer, overlaps)
+            options["settings"] = settings = take_fields(Settings, options)
+            check_closures(optimizer, in_module or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
             options["extensions"] = arrange(given, optimizer)
-        inputs = take_fields(Inputs, options)
+        self._settings, inputs = settings, take_fields(Inputs, options)
         self._gossip, self._setup, self._hand_over = open_session(start, inputs)
         self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update
         self._forward_hooks: ForwardHooks | None = None
@@ -527,7 +526,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         Raises:
             PeerError: a rank did not answer.
         """
-        return build_report(self._gossip, self.replica.size)
+        rows = self._gossip.all_gather(measure(self._pipeline))
+        # The shards of a replica have waited for each other, so the first one is enough.
+        return diagnose(rows[:: self.replica.size], self.members)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state dict with one more key for the gossip; does not communicate.

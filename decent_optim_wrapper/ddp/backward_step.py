@@ -118,11 +118,9 @@ class _StepInParts:
         """Use a complete gradient of the parameter."""
         if param.grad is not None and param.grad.layout != torch.strided:
             raise sparse_gradient_error(self._optimizer, param, self._optimizer.rank)
-        bucket = self._bucket_of.get(id(param))
-        if bucket is None:
+        if (bucket := self._bucket_of.get(id(param))) is None:
             return
-        missing = self._missing.get(bucket)
-        if missing is None:
+        if (missing := self._missing.get(bucket)) is None:
             raise self._late(param)
         missing.discard(id(param))
         if not missing:

@@ -144,16 +144,14 @@ class DecentralizedDataParallel(Module):
             param_as_bucket_view=param_as_bucket_view,
             **options,
         )
-        if update_in_backward is not False and not wrapper.splits:
+        in_parts = update_in_backward is not False
+        if in_parts and not wrapper.splits:
             if update_in_backward:
                 raise _not_in_parts(base)
             warn(f"rank {wrapper.rank}: {_not_in_parts(base)}")
-        self._stepper = BackwardStepper(
-            wrapper,
-            UnscaleAndClip(scaler, float(grad_clip_norm), base if wrapper.scales_itself else None),
-            self.lr_scheduler,
-            update_in_backward is not False,
-        )
+        fused = base if wrapper.scales_itself else None
+        unscale_and_clip = UnscaleAndClip(scaler, float(grad_clip_norm), fused)
+        self._stepper = BackwardStepper(wrapper, unscale_and_clip, scheduler, in_parts)
         self._autograd_hooks = AutogradHooks(params_of(base), self._stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

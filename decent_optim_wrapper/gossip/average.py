@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.errors import no_average_error, swapped_error
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
@@ -87,12 +86,19 @@ class WorldAverage:
         away = [(norms_of(b) - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
         same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
-            raise swapped_error(self._pipeline.session.transport.initial_rank)
+            raise RuntimeError(
+                f"rank {self._pipeline.session.transport.initial_rank}: revert_global_avg() "
+                f"expects the average in place, but weights were swapped or changed since; call it "
+                f"before, or use `with optimizer.averaged():`, which restores in any case"
+            )
 
     def revert(self) -> None:
         """Restore this rank's values and free the snapshot."""
         if self.snapshot is None:
-            raise no_average_error(self._pipeline.session.transport.initial_rank)
+            raise RuntimeError(
+                f"rank {self._pipeline.session.transport.initial_rank}: revert_global_avg() "
+                f"expects an average in place: call global_avg() first, and revert before step()"
+            )
         self._replica.reshard()
         self._put_back()
         for bucket, flat in self.snapshot:

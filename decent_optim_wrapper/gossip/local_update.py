@@ -296,7 +296,5 @@ class LocalUpdate:
 def step_hooks(optimizer: Optimizer) -> bool:
     """Return whether this optimizer has hooks before or after its steps."""
     # A base that skips Optimizer.__init__ has no hook tables.
-    return bool(
-        getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        or getattr(optimizer, "_optimizer_step_post_hooks", None)
-    )
+    own = vars(optimizer)
+    return bool(own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"))

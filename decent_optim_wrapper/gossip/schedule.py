@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, ClassVar, NamedTuple
 
-from decent_optim_wrapper.checks import check_fields, whole
+from decent_optim_wrapper.checks import CheckedFields, whole
 from decent_optim_wrapper.topo import Group
 
 # The longest flight of a pacing that would wait for no round.
@@ -182,7 +182,7 @@ class BeforeForward(Pacing):
 
 
 @dataclass(frozen=True)
-class Late(Pacing):
+class Late(CheckedFields, Pacing):
     """``x <- x + (W s - s) - u(x)``, with s the parameters at the launch, some steps ago.
 
     A round may be transferred during `steps` forward and backward passes. With s_i the parameters
@@ -202,16 +202,13 @@ class Late(Pacing):
     needs_snapshot: ClassVar[bool] = True
     steps: Annotated[int, whole(2, "a number of steps", " steps")]
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
         """Return whether `steps` steps were made."""
         return age >= self.steps
 
 
 @dataclass(frozen=True)
-class AsItArrives(Pacing):
+class AsItArrives(CheckedFields, Pacing):
     """Like `Late`, but mixes in the first step that finds the round arrived.
 
     That step then launches the next round. No step waits for the network or for a slower rank
@@ -229,9 +226,6 @@ class AsItArrives(Pacing):
     synchronous: ClassVar[bool] = False
     needs_snapshot: ClassVar[bool] = True
     max_steps: Annotated[int, whole(1, "a number of steps", " step")] = 16
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
         """Return whether the round has arrived, or must not wait any longer."""
