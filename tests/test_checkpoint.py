@@ -388,16 +388,6 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     # The rank that came back does not know of the sets before, and removes nothing yet.
     assert files(tmp_path) == sorted([*expected, file_of(tmp_path, 2, 2, 3)])
 
-    def load(rank: int, group: dist.ProcessGroup, same_world: bool) -> int:
-        checkpoints = start(group, tmp_path, topology="complete").checkpoints
-        saved = checkpoints.load(same_world=same_world)
-        return saved.step if saved else 0
-
-    assert run_threads(3, partial(load, same_world=False)) == [last] * 3
-    flip_a_bit(file_of(tmp_path, last, 1, 3))
-    assert run_threads(3, partial(load, same_world=True)) == [4, 4, 4]
-    assert run_threads(3, partial(load, same_world=False)) == [alone] * 3
-
 
 def fill_the_disk(path: Path, patch: pytest.MonkeyPatch) -> None:
     part = whole_file.part_of(path)

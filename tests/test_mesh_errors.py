@@ -132,10 +132,6 @@ def using(**options: Any) -> Build:
     return lambda mesh, rank: over(mesh, shards(mesh), **options)
 
 
-def without_mesh(**options: Any) -> Build:
-    return lambda mesh, rank: wrap(plain(), **options)
-
-
 def holding(make: Callable[[DeviceMesh], list[Tensor]]) -> Build:
     return lambda mesh, rank: over(mesh, make(mesh))
 
@@ -173,20 +169,12 @@ CASES = {
         "mesh and process_group both say who gossips",
     ),
     "no dimension": Case(using(gossip_dim=None), "gossip_dim expects the dimension of the mesh"),
-    "dimension of no mesh": Case(
-        without_mesh(gossip_dim="gossip"), "gossip_dim='gossip' expects a mesh"
-    ),
     "no mesh": Case(
-        without_mesh(mesh="gossip", gossip_dim="gossip"),
+        lambda mesh, rank: wrap(plain(), mesh="gossip", gossip_dim="gossip"),
         r"mesh expects a torch\.distributed\.DeviceMesh",
         "TypeError",
     ),
-    "no names": Case(
-        lambda mesh, rank: over(DeviceMesh("cpu", mesh.mesh), plain()),
-        r"init_device_mesh\(mesh_dim_names=...\)",
-    ),
     "no model": Case(using(model=None), "there is no model"),
-    "wrong model": Case(using(model="gpt"), r"model expects a torch\.nn\.Module", "TypeError"),
     "another model": Case(using(model=nn.Linear(2, 2)), "model does not hold it"),
     "shards without a mesh": Case(
         lambda mesh, rank: wrap(shards(mesh)), "pass mesh=, gossip_dim= and model=", "TypeError"

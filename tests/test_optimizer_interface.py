@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -329,24 +329,6 @@ class Lookahead(Optimizer):
         loss = self._base_optimizer.step(closure)
         self.sync_lookahead()
         return loss
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_base_that_skips_torchs_constructor_is_wrapped(overlap: bool) -> None:
-    def run(rank: int, group: dist.ProcessGroup | None, bare: bool = False) -> Tensor:
-        params = make_params()
-        optimizer: Optimizer = Lookahead(sgd(params))
-        if not bare:
-            optimizer = wrap(params, group, optimizer, overlap=overlap)
-            optimizer.register_step_post_hook(lambda *_: None)
-            optimizer.register_state_dict_pre_hook(lambda *_: None)
-        StepLR(optimizer, step_size=1, gamma=0.9)
-        take_steps(optimizer, params, rank, range(5))
-        return flatten(params)
-
-    alone = run(0, None, bare=True)
-    assert torch.equal(run(0, None), alone)
-    assert not torch.equal(run_threads(2, run)[0], alone), "they mixed"
 
 
 def test_public_attributes_of_the_base_are_reached_through_the_wrapper_and_no_others() -> None:

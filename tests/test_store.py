@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,10 +34,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
 from decent_optim_wrapper import PeerError
-from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
@@ -49,34 +45,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 PATIENCE = 1.5
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
-
-
-class Connection:
-    """Refers to an action that refers to it, as a round does to the wait for its messages."""
-
-    def __init__(self) -> None:
-        self.future = in_background(self.fail)
-
-    def fail(self) -> None:
-        raise RuntimeError("lost")
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_error_keeps_nothing_alive_that_the_action_used(waits: bool) -> None:
-    """Until the next collection its connections would stay open."""
-    gc.disable()
-    try:
-        connection = Connection()
-        watched = weakref.ref(connection)
-        with pytest.raises(RuntimeError, match="lost"):
-            within(30, connection.fail) if waits else connection.future.result(40)
-        del connection
-        deadline = time.monotonic() + 20
-        while watched() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert watched() is None
-    finally:
-        gc.enable()
 
 
 @contextmanager
