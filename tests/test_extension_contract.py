@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import re
 import threading
 import time
@@ -27,7 +26,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import (
-    AsItArrives,
     DecentOptimWrapper,
     Elastic,
     Extension,
@@ -307,44 +305,6 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     rows = list(zip(*run_threads(world.size, main), strict=True))
     apart = list(zip(*map(train_on_alone, range(world.size)), strict=True))
     check_that_the_mean_is_that_of_ranks_alone(rows, apart)
-
-
-# The others are refused, since second moments would be mixed with those of other steps.
-AUTOMATIC = {name: each for name, each in EXTENSIONS.items() if "state" not in name}
-AUTOMATIC["outer on averages"] = {"extensions": [OUTER], "global_avg_every": 3}
-
-
-AS_THEY_ARRIVE = {"auto": {"overlap": AsItArrives(3)}}
-
-
-@pytest.mark.parametrize("options", cases(AUTOMATIC, AS_THEY_ARRIVE, SOME_WIRES, VIEWED))
-def test_automatic_rounds_of_uneven_ranks_end_together_and_are_resumed(
-    options: dict[str, Any],
-) -> None:
-    world = world_of(options)
-    kept = []
-
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
-        trainer = Rank(world, rank, group, rank)
-        kept.append(trainer)
-        pauses = random.Random(rank)
-        for resumes in (True, False):
-            for _ in range(9 - 2 * rank):
-                time.sleep(pauses.uniform(0, 0.002))
-                trainer.step()
-            trainer.synchronize()
-            if resumes:
-                trainer.resume()
-        trainer.average_for_good()
-        return trainer.copies(), trainer.optimizer.round
-
-    (first, rounds), *others = run_threads(world.size, main)
-    assert rounds > 3
-    for values, theirs in others:
-        assert theirs == rounds
-        for index in (0, 1, 2):
-            torch.testing.assert_close(values[index], first[index], rtol=0, atol=1e-14)
-    assert all(value.isfinite().all() for value in first)
 
 
 FIELDS = {field.name for field in fields(Schedule)}
