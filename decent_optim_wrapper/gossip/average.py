@@ -139,7 +139,7 @@ def finite_shares(
     what: str,
     replica: Replica,
 ) -> list[list[bool]]:
-    """For every bucket, which ranks have finite values and so count; collective.
+    """Return which ranks have finite values, and so count, for each bucket; collective.
 
     Args:
         buckets: the buckets to average, the same on every rank.
@@ -163,12 +163,12 @@ def finite_shares(
     if not buckets:
         return []
     own = torch.tensor(finite, dtype=torch.uint8, device="cpu")
-    told = transport.all_gather(own).bool()
-    places = (~told.all(dim=1)).nonzero().flatten().tolist()
+    gathered = transport.all_gather(own).bool()
+    places = (~gathered.all(dim=1)).nonzero().flatten().tolist()
     if places and nonfinite.on_nonfinite == "raise":
         bad = [transport.members[place] for place in places]
         raise nonfinite_error(bad, transport.initial_rank, where, what)
-    return told.T.tolist()
+    return gathered.T.tolist()
 
 
 def _square(pairs: Iterable[tuple[Bucket, Tensor, Tensor]], replica: Replica) -> Tensor:

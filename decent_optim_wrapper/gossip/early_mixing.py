@@ -81,7 +81,12 @@ class EarlyMixing:
         mix(bucket)
 
     def _finish(self, flying: Round, whole: bool) -> None:
-        """Receive and mix the rest of the round; no rank mixes a part of a `whole` one first."""
+        """Receive and mix the rest of the round.
+
+        Args:
+            flying: the round.
+            whole: whether no rank mixes a part of it first.
+        """
         try:
             self._pipeline.finish()
         except NonFiniteError:
@@ -97,7 +102,7 @@ class EarlyMixing:
         self._before.clear()
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors as `undo` would leave them: copies of those that it would restore."""
+        """The tensors, or copies with their old values of tensors that `undo` would restore."""
         copies = copies_of([*self._before.items()])
         return [copies.get(tensor, tensor) for tensor in tensors]
 

@@ -64,8 +64,8 @@ class ReceivedBucket(NamedTuple):
 class Extension:
     """Takes part in the rounds of a wrapper; by default every method does nothing.
 
-    Pass the same extensions on all ranks, your own in the same order. Those of this library are
-    called before your own, wherever they are in the list. A step calls, in this order,
+    Pass the same extensions on all ranks, in the same order. The library calls its own extensions
+    before yours, wherever they are in the list. A step calls, in this order,
     `begin_step`, `received`, `arrived` if it mixes a round, and for each bucket `mixing`,
     `updating` and `launch`. It calls `end_round` after the last bucket of a round is mixed. Without
     overlap, and if a round is mixed before the next forward pass, `arrived`, `mixing` and
@@ -90,7 +90,7 @@ class Extension:
 
     @property
     def sends(self) -> bool:
-        """Whether it may send buckets: whether its class defines `launch`."""
+        """True if it may send buckets, that is, if its class defines `launch`."""
         return type(self).launch is not Extension.launch
 
     def attach(self, context: ExtensionContext) -> None:

@@ -52,7 +52,7 @@ class Gossip:
         self.early = EarlyMixing(pipeline)
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
-        # The round that all ranks have launched, if it is still the last one.
+        # The round that all ranks had launched when they last reached the same one.
         self._launched_by_all: int | None = None
 
     @property
@@ -61,12 +61,12 @@ class Gossip:
         return self.local_update.params
 
     def resume(self) -> None:
-        """Begin a step with what a loaded state has left to do."""
+        """Do what a loaded state has left to the next step."""
         self._agree()
         self.pipeline.relaunch()
 
     def _agree(self) -> None:
-        """Agree on how to continue after states were loaded; then collective.
+        """Agree on how to continue if states were loaded; collective in that case.
 
         All ranks continue with the highest round. The states of extensions that belong to a rank
         are reset unless all ranks have loaded their own. Otherwise the corrections of gradient
@@ -275,12 +275,12 @@ class Gossip:
             raise nonfinite[0]
 
     def _make_round(self, nonfinite: list[NonFiniteError]) -> None:
-        """Finish the round in flight, and keep its error, since the others wait for this rank."""
+        """Finish the round in flight, collect its error, and launch the next round."""
         try:
             self._finish()
         except NonFiniteError as error:
             nonfinite.append(error)
-        # At once: no rank may mix a round that is in flight on others.
+        # At once, even after an error: the others wait for this rank in their next round.
         self.pipeline.launch(self.pipeline.round, self.pipeline.mixing_rate)
 
     def _await_round(self) -> None:
@@ -316,7 +316,7 @@ class Gossip:
 
     @contextmanager
     def propagating(self, *shared: type[Exception]) -> Iterator[None]:
-        """Tell the other ranks if the body fails here, since they would wait for this rank.
+        """Close the connections if the body fails, since the other ranks would wait for this one.
 
         Args:
             shared: further errors that all ranks raise together and that change nothing.
@@ -336,7 +336,7 @@ class Gossip:
             raise
 
     def close(self, error: BaseException) -> None:
-        """Close the connections for good, and tell the others why."""
+        """Close the connections for good, and leave the error in the store for the other ranks."""
         self.pipeline.abandon()
         for transport in self.transports:
             transport.fail(error)

@@ -38,7 +38,7 @@ _TEXTS = {
 
 
 def text_of_call(number: float) -> str:
-    """The method of which a rank has sent the number, which may be any number."""
+    """The method with a number that a rank has sent; a text for any number."""
     return {float(call): str(call) for call in CollectiveCall}.get(number, "something unknown")
 
 
@@ -93,8 +93,8 @@ class RoundHeader(NamedTuple):
             found = f"has {rate}"
             remedy = "set the same rate on every rank before the same step()"
         elif coded_rounds != self.coded_rounds:
-            expected = f"to share the reference of {self.coded_rounds} coded rounds"
-            found = f"has that of {coded_rounds:.0f}, and would decode other values than are sent"
+            expected = f"to share references after {self.coded_rounds} coded rounds"
+            found = f"has coded {coded_rounds:.0f}, and would decode wrong values"
             remedy = "load checkpoints of the same step on all ranks, or on none"
         elif sums_first != self.sums_first or not 0 <= summed < 1 << 53:
             expected = f"to sum {self.sums_first} buckets first"

@@ -25,7 +25,7 @@ from decent_optim_wrapper.wire.parameters import (
     sparse_gradient_error,
 )
 
-# Decides whether the update of some parameters, the second argument, is made.
+# Called with some parameters and a function that updates them; decides whether to call it.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
 
 
@@ -144,7 +144,7 @@ class LocalUpdate:
             raise changed_error(self._names(changed), rank)
 
     def check_outside(self, rank: int) -> None:
-        """Check that no parameter in no bucket is about to be updated; call it after `check`.
+        """Check that no parameter outside of the buckets is about to be updated, after `check`.
 
         Raises:
             RuntimeError: such a parameter has a gradient.

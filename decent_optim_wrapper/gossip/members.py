@@ -17,7 +17,7 @@ class Members(Protocol):
         """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
 
     def end_step(self) -> None:
-        """Note that the next round is launched."""
+        """Mark the step of this rank as complete."""
 
     def recover(self, reason: object) -> None:
         """Agree on the remaining ranks, drop the round in flight, and open a new session."""

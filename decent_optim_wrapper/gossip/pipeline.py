@@ -31,8 +31,8 @@ class PendingResume(NamedTuple):
 
     Args:
         keeps_average: accept the parameters, which are an average, as this rank's own.
-        source: agree with the other ranks on how to continue: which rank has saved the loaded
-            states of extensions that belong to a rank. None if there is nothing to agree on.
+        source: the rank that has saved the loaded states of extensions that belong to a rank: this
+            one or another one. The ranks then agree on how to continue. None if they need not.
         in_flight: launch the round again that was in flight.
         rate: its mixing rate.
         age: number of steps since its launch.
@@ -107,7 +107,7 @@ class Pipeline:
         return self._open["round"]
 
     def enter(self, session: Session) -> None:
-        """Go on with other ranks."""
+        """Continue with the members of a new session; the extensions restart."""
         self.session = self._open["session"] = session
         for extension in self.extensions.all:
             extension.restart()
@@ -128,7 +128,8 @@ class Pipeline:
 
         Args:
             round: number of the next round.
-            pending: what a loaded state leaves to the next step; None if the ranks have agreed.
+            pending: what a loaded state leaves to the next step. None keeps what is left, without
+                `source`, on which the ranks have agreed.
         """
         self.round = round
         self.pending = pending or self.pending._replace(source=None)
@@ -168,7 +169,7 @@ class Pipeline:
     def announce(
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
     ) -> Round:
-        """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
+        """Begin a round by sending its header. A collective call posts no buckets to it."""
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
 
@@ -196,12 +197,12 @@ class Pipeline:
         age: int = 1,
         snapshot: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """Start a round outside of a step, unless one is in flight, as if a step had launched it.
+        """Launch a whole round outside of a step, unless one is in flight.
 
         Args:
             number: as in `begin`.
             rate: as in `begin`.
-            age: number of steps since that step.
+            age: number of steps since the one that would have launched it.
             snapshot: as in `Round.post`.
         """
         if launched := self.begin(number, rate, age):
@@ -210,10 +211,10 @@ class Pipeline:
             self.hand_over(launched)
 
     def relaunch(self) -> None:
-        """Begin the extensions, and launch the round again that a loaded state had in flight.
+        """Begin the extensions, and launch the round that was in flight when a state was saved.
 
-        Outside of a step, too: synchronize() may come first, and the state from a run without an
-        outer optimizer, which would have no anchors when the round is mixed.
+        synchronize() may come before the first step, and the state from a run without an outer
+        optimizer: without the beginning of a step, it would have no anchors to mix the round with.
         """
         self.begin_extensions()
         pending, self.pending = self.pending, self.pending.without_round()
@@ -266,9 +267,9 @@ class Pipeline:
                 extension.arrived(round.plan.kind, self.buckets, self.session.transport)
 
     def take(self) -> Round | None:
-        """Wait for the round in flight and return it; it is not mixed.
+        """Receive the round in flight, and return it without mixing.
 
-        A round that fails is no longer in flight, either, so no later call waits for it.
+        It is no longer in flight, even if it has failed, so no later call waits for it.
         """
         taken, self._open["round"] = self._open["round"], None
         if taken is not None:

@@ -94,7 +94,7 @@ class Round:
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
     def open(self, age: int) -> Round:
-        """Tell the group what this rank is about to do.
+        """Begin to exchange headers with the group.
 
         Args:
             age: number of steps since the launch, if it was launched by an earlier step.
@@ -109,7 +109,7 @@ class Round:
         self.age += 1
 
     def end_backward(self) -> None:
-        """Count the all-reduces for which the backward pass, which is over, has given time."""
+        """Count the all-reduces that are done now, at the end of the backward pass."""
         self.order.note(each.works for each in self._exchanges.values())
 
     def post(
@@ -159,7 +159,7 @@ class Round:
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
         headers, thread = self._headers, self.messages.thread
-        # Those that a thread still posts are not known yet.
+        # Exchanges that a thread still posts are not known yet.
         posted = [] if thread else self._expected()
 
         def further() -> list[Expected]:
@@ -315,7 +315,7 @@ class Round:
         return None if exchange is None else exchange.packed
 
     def refuses(self, bucket: Bucket) -> bool:
-        """Return whether the values of some rank forbid mixing a bucket or one attached to it."""
+        """Return whether a bucket, or one attached to it, has values that must not be mixed."""
         refused = self.flags.refused
         return any(each.position in refused for each in self._with_attached(bucket))
 

@@ -19,7 +19,7 @@ from decent_optim_wrapper.wire.references import SavedReference, referring
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
-    """The state of the gossip, to save now, with parameters that are settled."""
+    """Return the state of the gossip, once the parameters are settled."""
     pipeline, pending = gossip.pipeline, gossip.pipeline.pending
     pacing, flying = pipeline.policy.pacing, pipeline.in_flight
     # The next step() would keep the average, which is what is saved now.
@@ -66,7 +66,7 @@ def _launched_values(gossip: Gossip) -> list[Tensor]:
 
 
 def named_state(gossip: Gossip) -> dict[str, Any]:
-    """What to save of the gossip now, with the same keys however the replica is spread.
+    """Like `gossip_state`, with the names of parameters as keys, however the replica is spread.
 
     Raises:
         ValueError: something is saved of each parameter, and their names are not known.
@@ -83,7 +83,7 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
 
 
 def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
-    """A result of `named_state` in the form of one of `gossip_state`."""
+    """Convert a result of `named_state` to the form of `gossip_state`."""
 
     def in_order(rows: dict[str, Any], params: list[Tensor]) -> list[Any]:
         return [rows[name] for name in gossip.replica.names_of(params)]
@@ -96,7 +96,7 @@ def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
 def _rearranged(
     saved: dict[str, Any], arrange: Callable[[Any, list[Tensor]], Any], gossip: Gossip
 ) -> dict[str, Any]:
-    """A copy of a state in which what is saved of each parameter is arranged in another way."""
+    """Copy a state, with `arrange` applied to each list of values of parameters."""
     state, params = dict(saved), gossip.params
     if "launch_snapshot" in state:
         state["launch_snapshot"] = arrange(state["launch_snapshot"], params)
@@ -168,8 +168,8 @@ def _read(gossip: Gossip, saved: dict[str, Any], mixing_rate: float) -> Callable
         try:
             gossip.discard()
         finally:
-            # Even if the round in flight has failed. Extensions load last: the round may still send
-            # their tensors, and other buckets would change what they have loaded.
+            # Even if the round in flight has failed. Extensions load only now: that round may have
+            # been sending their tensors, and a new plan changes what they hold.
             session = pipeline.session
             if plan:
                 pipeline.plan(rebuild(plan, pipeline.buckets))

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from decent_optim_wrapper.checks import CheckedFields, whole
 from decent_optim_wrapper.topo import Group
 
-# The longest flight of a pacing that would wait for no round.
+# The longest flight of a pacing that never waits for a round.
 _LONGEST_FLIGHT = 1000
 
 
@@ -57,8 +57,8 @@ class RoundSchedule(NamedTuple):
         rank: this rank.
         world_size: number of ranks.
         intervals: how often rounds are launched.
-        first_round: rounds before it are idle: they belong to ranks that were ahead when another
-            one was lost.
+        first_round: rounds before it are idle. After the loss of a rank, the others continue with
+            the latest round that any of them has reached.
     """
 
     phases: tuple[Group, ...]
@@ -144,8 +144,8 @@ class Pacing:
 
         Args:
             age: number of steps since its launch, at least 1.
-            has_arrived: function that returns whether the round has arrived as a whole. It is
-                meaningful only if the pacing is not synchronous.
+            has_arrived: function that returns whether the round has arrived as a whole. If the
+                pacing is synchronous, it returns False.
         """
         return True
 
@@ -166,7 +166,7 @@ class WithinStep(Pacing):
     """``x <- W (x - u(x))``: a step waits for the round that it launches."""
 
     def mixes_in_step(self, round: int) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 

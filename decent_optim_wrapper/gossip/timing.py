@@ -73,7 +73,7 @@ class Meter:
         names = ("wait", "mix", "update", "launch")
         self.wait, self.mix, self.update, self.launch = (Clock(f"decent::{n}") for n in names)
         self.reset()
-        # The last step that was closed. `skipped` is added by whoever knows.
+        # The last step that was closed, without `skipped`, which the local update knows.
         self.last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         # The end, the cost and the group of each of the last 100 steps.
         self.history = deque[tuple[float, StepStats, tuple[int, ...]]](maxlen=100)
