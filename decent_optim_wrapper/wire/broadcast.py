@@ -1,4 +1,4 @@
-"""The values of one rank on all others, and digests to compare without sending them."""
+"""Broadcasts tensors from one rank, and computes digests that compare them without sending."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Bucket:
         first = as_real(self.members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
-        # Larger groups would sum half precision in float32.
+        # Without a codec, larger groups send half precision in float32: one of 16 bits saves there.
         self.pair_codec = saving(layout.codec, self.dtype)
         self.group_codec = saving(layout.codec, wide(self.dtype))
         self.may_use_reference = layout.uses_reference
@@ -98,7 +98,7 @@ class Bucket:
             data = move_together(self.members)
             self._storage = Flat(data, (data,))
             self.flat_numel = data.numel()
-        self._places = self._look()
+        self._planned = self._metadata()
         # FSDP replaces the storage of shards itself.
         self.counted = [m for m in self.members if not (self._sharded or m.is_inference())]
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
@@ -299,20 +299,20 @@ class Bucket:
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, or whose shared storage was replaced."""
-        if (now := self._look()) == self._places:
+        if (now := self._metadata()) == self._planned:
             return []
         rows = zip(
-            self.members, zip(*self._places, strict=True), zip(*now, strict=True), strict=True
+            self.members, zip(*self._planned, strict=True), zip(*now, strict=True), strict=True
         )
         return [member for member, before, after in rows if before != after]
 
-    def _look(self) -> list[list[Any]]:
-        """What must not change of the members, in columns."""
+    def _metadata(self) -> list[list[Any]]:
+        """The metadata of the members that must not change, a list for each property."""
         # Without objects for devices and shapes, which cost as much as everything else here.
-        looks: list[Callable[[Tensor], Any]] = [_dtype_of, Tensor.get_device]
+        properties: list[Callable[[Tensor], Any]] = [_dtype_of, Tensor.get_device]
         if self._storage is not None:
-            looks += [Tensor.data_ptr, Tensor.numel, Tensor.stride]
-        return [[*map(look, self.members)] for look in looks]
+            properties += [Tensor.data_ptr, Tensor.numel, Tensor.stride]
+        return [[*map(each, self.members)] for each in properties]
 
     def _notify_autograd(self) -> None:
         """Increment the version counters of members that are views, which do not do so themselves.

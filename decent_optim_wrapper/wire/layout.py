@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return Layout(self.cap_mb, self.wire_device, copies=self.copies)
 
     def cap_bytes(self, total: int) -> float:
-        """The upper bound of a bucket if all tensors together have so many bytes."""
+        """The upper bound of a bucket in bytes, if all tensors together have `total` bytes."""
         if self.cap_mb is not None:
             return self.cap_mb * MIB
         return min(max(total / _BUCKETS, MIB), _LARGEST_MB * MIB)

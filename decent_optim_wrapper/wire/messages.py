@@ -93,9 +93,10 @@ class Messages:
             last()
 
     def wait_until_sent(self) -> None:
-        """Wait until everything is on the wire; raises as `lost` returns.
+        """Wait until everything is on the wire.
 
         Raises:
+            PeerError: something could not be sent; see `lost`.
             Exception: a failure on the thread that is an error of this rank.
         """
         try:
@@ -116,9 +117,12 @@ class Messages:
     def wait(
         self, works: list[Waitable], bucket: int, suspects: tuple[int, ...], on_gpu: bool = False
     ) -> None:
-        """Wait for works, of which there are none left then; raises as `lost` returns.
+        """Wait for works, and clear the list of them, except on a GPU.
 
         The arguments are the fields of `Expected`.
+
+        Raises:
+            PeerError: a work has failed; see `lost`.
         """
         try:
             # Another stream may wait again for the works of a GPU.
@@ -127,7 +131,11 @@ class Messages:
             raise self.lost(bucket, suspects, error.silent) from error
 
     def wait_for(self, watch: Arrival, *others: Arrival) -> None:
-        """Wait until one of them has arrived, or `watch` has failed; raises as `lost` returns."""
+        """Wait until `watch` or one of the others has arrived.
+
+        Raises:
+            PeerError: `watch` has failed; see `lost`.
+        """
         try:
             self._wire.transport.finish(watch.future, *(each.future for each in others))
         except WireError as error:
@@ -137,7 +145,16 @@ class Messages:
     def lost(
         self, bucket: int, suspects: tuple[int, ...], silent: bool
     ) -> PeerError | CallOrderError:
-        """The error of a round whose bucket did not arrive."""
+        """Close the connections, find the lost rank, and return the error of the round.
+
+        Args:
+            bucket: the position of the bucket that did not arrive.
+            suspects: the ranks one of which was lost, by position.
+            silent: as in `WireError`.
+
+        Returns:
+            A `CallOrderError` if the lost rank has reported one, otherwise a `PeerError`.
+        """
         transport, number = self._wire.transport, self._wire.round
         loss = transport.lose(suspects, silent)
         group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
@@ -253,10 +270,10 @@ class FiniteFlags:
             self._raise_of(self.nonfinite)
 
     def check_on_gpu(self) -> None:
-        """Check the findings of a GPU one step after the mixing, which it has not made then.
+        """Check what a GPU has found, one step after the mixing.
 
         Raises:
-            NonFiniteError: as in `check`.
+            NonFiniteError: as in `check`; the GPU has not mixed the round.
         """
         members = self._wire.transport.members
         checked = [flags.on_gpu for flags in self.messages if flags.on_gpu is not None]
@@ -283,7 +300,7 @@ class FiniteFlags:
 
 
 def exchange_of(wire: Wire, bucket: Bucket, position: int) -> Exchange:
-    """The exchange of a bucket in the form in which it is sent; arguments as of `Exchange`."""
+    """Create the exchange of a bucket; arguments are as in `Exchange`."""
     size = wire.group.size
     codec = None if wire.references is None or wire.is_average else bucket.codec(size)
     if size == 1:

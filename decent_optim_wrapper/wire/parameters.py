@@ -112,7 +112,7 @@ def check_tensors(named: Sequence[Named]) -> None:
 
 
 def check_dense(named: Sequence[Named]) -> None:
-    """Make sure that every tensor is a dense one.
+    """Check that every tensor is dense.
 
     Raises:
         TypeError: a tensor is made of other tensors.
@@ -135,7 +135,7 @@ def check_dense(named: Sequence[Named]) -> None:
 
 
 def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> None:
-    """Make sure that DTensors are shards of replicas that gossip with each other.
+    """Check that DTensors are shards of replicas that gossip with each other.
 
     Args:
         named: parameters and buffers.

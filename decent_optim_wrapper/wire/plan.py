@@ -88,7 +88,10 @@ def read_plan(
 
 
 def rebuild(plan: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-    """Make buckets of these members, none of which is in flight, unless they are as planned."""
+    """Return buckets with these members: the present ones if they have them, else new ones.
+
+    No round may be in flight with the present buckets.
+    """
     planned = [[id(member) for member in members] for members in plan]
     if planned == [[id(member) for member in bucket.members] for bucket in buckets]:
         return buckets
@@ -96,11 +99,17 @@ def rebuild(plan: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> Sequ
 
 
 def _fill(
-    tensors: Iterable[Tensor], layout: Layout, model: Sequence[Tensor] = ()
+    tensors: Iterable[Tensor], layout: Layout, all_tensors: Sequence[Tensor] = ()
 ) -> list[list[Tensor]]:
-    """Fill buckets with the tensors of a model, some of which may be in buckets already."""
+    """Choose the members of buckets.
+
+    Args:
+        tensors: the tensors to put into buckets.
+        layout: cap and form of the buckets.
+        all_tensors: these and tensors that are in buckets already, whose size sets the cap.
+    """
     listed = list(tensors)
-    cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, model or listed)))
+    cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, all_tensors or listed)))
     filled: list[list[Tensor]] = []
     open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
@@ -118,7 +127,7 @@ def _fill(
 
 
 def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device, int]:
-    """The bytes of a full bucket, or of all tensors if they are less, by device."""
+    """The bytes of a full bucket, or of all tensors if these are fewer, by device."""
     found: dict[torch.device, int] = {}
     for tensor in tensors:
         found[tensor.device] = found.get(tensor.device, 0) + largest_shard_bytes(tensor)

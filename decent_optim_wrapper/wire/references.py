@@ -82,12 +82,12 @@ class GroupReference:
     def count_round(self) -> None:
         """Count a coded round that has arrived.
 
-        It is not counted when it is mixed: some ranks send the header of the next round before.
+        It is counted before it is mixed, since some ranks send the next header before the mixing.
         """
         self.coded_rounds += 1
 
     def settle(self, bucket: Bucket, vector: Tensor) -> None:
-        """Take over the changes by the mixing of a bucket that was replaced in flight.
+        """Copy the reference of a bucket that was replaced in flight to its members' new buckets.
 
         Args:
             bucket: the bucket as it was sent.
@@ -109,7 +109,7 @@ class References:
     """
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        # No rank has any if one has too many groups.
+        # If any rank has more groups than that, no rank has references.
         self.keeps = topology.period <= MOST_REFERENCES or all(
             len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
         )

@@ -15,13 +15,13 @@ _ALL = 1 << 30
 
 
 class SumOrder:
-    """Sums as many buckets as a backward pass gives time for, and then those that are needed first.
+    """The order in which each group sums buckets: first as in backward, then as in forward passes.
 
     All-reduces must have the same order on all ranks of a group. In the order of the backward pass,
-    the next forward pass would wait for all of them before its first module. So the last buckets
-    follow in the order of the forward pass. Each rank counts the all-reduces for which its backward
-    pass has given time, and sends the number in the header of the next round of the group. The
-    round after that begins with the lowest number of all ranks.
+    the next forward pass would wait for all of them before its first module. So the buckets that do
+    not fit into the backward pass follow in the order of the forward pass. Each rank counts the
+    all-reduces that were done at the end of its backward pass, and sends the number in the header
+    of the next round of the group. The round after that begins with the lowest number of all ranks.
     """
 
     def __init__(self) -> None:
