@@ -8,9 +8,9 @@ from torch import Tensor
 from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
 
 _BLOCK = 256
-# What an element becomes, in units of the mean m of those that are sent of its block. Whatever the
-# values v are, a level L below 2 leaves less than was there: the sum of (v - L m)^2 is less than
-# that of v^2 by L (2 - L) m^2 for each element.
+# What an element becomes, in units of m, the mean size of the sent elements of its block. Whatever
+# the values v are, a level L below 2 makes the rest smaller than the values: the sum of (v - L m)^2
+# is less than the sum of v^2, by L (2 - L) m^2 for each element.
 _SMALL, _LARGE = 0.85, 1.3
 _SCALE = torch.bfloat16
 

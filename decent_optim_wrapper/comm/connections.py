@@ -17,9 +17,9 @@ from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
+    backend_name,
     close,
     is_nccl,
-    kind_of,
     new_communicator,
     serves,
     set_nccl_timeout,
@@ -86,7 +86,7 @@ class Connections:
         # That exchange over NCCL.
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
-        self._kind = "" if world is None else kind_of(world)
+        self._backend = "" if world is None else backend_name(world)
         self._reports = FailureReports(store, members[rank])
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
@@ -97,7 +97,7 @@ class Connections:
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
         is_users = self._world is self._user_group and self._store is not None
-        if is_users and self.world_size > 1 and (self._kind == "gloo" or is_nccl(self._kind)):
+        if is_users and self.world_size > 1 and (self._backend == "gloo" or is_nccl(self._backend)):
             # With gloo, a wait that times out would close the connections of the user's process
             # group. With NCCL, the rounds would queue behind the user's own collectives.
             self._replace_world()
@@ -109,13 +109,14 @@ class Connections:
                 self._subgroups[group.ranks] = self._new(group.ranks)
 
     def let_rounds_take(self, steps: int) -> None:
-        """Let NCCL's watchdog end no round that a step may still wait for.
+        """Raise the timeout of NCCL's watchdog, so that it ends no round that a step may wait for.
 
-        It counts from the launch of a round, and ends the process. A step waits for `timeout` after
-        it has come to the round, so many steps later, each of which is granted as much.
+        The watchdog counts from the launch of a round, and ends the process. A step begins to wait
+        up to `steps` steps after the launch, and waits for `timeout`. Each of the steps before may
+        take as long.
 
         Args:
-            steps: the most steps under which a round travels.
+            steps: the longest time from the launch of a round to its mixing.
         """
         timeout = (1 + steps) * min(self._timeout, LONGEST_WAIT)
         for group in self._made:
@@ -151,11 +152,11 @@ class Connections:
 
     def coalesces(self, device: torch.device) -> bool:
         """Return whether a send must be posted together with its receive, as on NCCL."""
-        return is_nccl(self._kind) and device.type != "cpu"
+        return is_nccl(self._backend) and device.type != "cpu"
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
-        return CPU if self._kind == "gloo" and self.world_size > 1 else device
+        return CPU if self._backend == "gloo" and self.world_size > 1 else device
 
     def abort(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.

@@ -95,7 +95,7 @@ class FailureReports:
         self._try(lambda store: store.claim("error", note))
 
     def note(self, suspects: Sequence[int]) -> None:
-        """Note the ranks because of which this one closes its connections; empty at its end."""
+        """Note the ranks that may be lost, before the connections are closed; none at the end."""
         self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
 
     def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:

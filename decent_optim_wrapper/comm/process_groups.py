@@ -50,7 +50,7 @@ def exchange_device(group: Any) -> torch.device:
     return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
 
 
-def kind_of(group: Any) -> str:
+def backend_name(group: Any) -> str:
     """The name of the backend that exchanges tensors."""
     return str(backend_of(group, exchange_device(group)).name())
 
@@ -249,7 +249,7 @@ def _abort_all(communicators: Iterable[Any], seconds: float) -> None:
     for backend in backends:
         if backend.name() == "gloo":
             _abort_gloo(backend)
-    # Nobody asks for their errors, which would hide the one for which they are aborted.
+    # Their errors are ignored: they would hide the error for which they are aborted.
     aborts = [in_background(each.abort) for each in backends if each.name() != "gloo"]
     if unfinished := wait(aborts, seconds).not_done:
         logger.warning(

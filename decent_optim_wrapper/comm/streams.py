@@ -1,4 +1,4 @@
-"""What the host does later, or for a GPU without waiting for it."""
+"""Work that the host does later, on a thread or once a GPU has finished."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class AsyncHostCopy:
             self._copied = mark(values.device)
 
     def read(self) -> list[Any]:
-        """The values; waits for the GPU if it has not come to them yet."""
+        """The values; waits until the GPU has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.tolist()
 
 
 class PostingThread:
-    """Runs actions one after the other on a thread of its own, if need be behind work of a GPU.
+    """Runs actions one after the other on its own thread, each once a GPU has finished its input.
 
-    The first one that fails is the last.
+    After an action has failed, no other one runs.
     """
 
     def __init__(self) -> None:
@@ -122,6 +122,6 @@ class PostingThread:
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
-    """An event behind what the current stream of a GPU holds now."""
+    """Record an event on the current stream of a GPU."""
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event

@@ -77,7 +77,7 @@ class Transport(Connections):
         self._should_stop = None
 
     def begin_on(self, sizes: Mapping[torch.device, int]) -> None:
-        """Make the first exchange of every group on each GPU that has made none; collective.
+        """Make the first exchange of every group on GPUs that have made none; collective.
 
         NCCL connects ranks in their first exchange, and for a large one perhaps anew. Among running
         kernels, of which some wait for other ranks, that may never end (NVIDIA/nccl#195, #239); and
@@ -95,7 +95,7 @@ class Transport(Connections):
                     self._begin_in(group, zeros)
 
     def _begin_in(self, group: Group, zeros: Tensor) -> None:
-        """Make the first exchange of a group, whose ranks come to it in the same order."""
+        """Make the first exchange of a group; its ranks make those in the same order."""
         others = [rank for rank in group.ranks if rank != self.rank]
         if len(others) == 1:
             room = torch.empty_like(zeros)
@@ -174,10 +174,12 @@ class Transport(Connections):
             raise error
 
     def _give_up(self, error: BaseException, silent: bool = False) -> None:
-        """End a wait that has raised an error, which the caller raises if it is not of the wire.
+        """Turn an error of the wire into a `WireError`; after any other, close the connections.
+
+        The caller raises that other error again.
 
         Raises:
-            WireError: in its place.
+            WireError: the error is a timeout or a failed connection.
         """
         if isinstance(error, TimeoutError):
             if self._should_stop is not None and self._should_stop():

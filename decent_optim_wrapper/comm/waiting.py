@@ -1,4 +1,4 @@
-"""Waits for other ranks: bounded, in the background, and given up if they are useless."""
+"""Waits for other ranks: with a bound, in the background, and given up if a check says so."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Expected(NamedTuple):
     """Works to wait for, and the bucket and the ranks to name if they fail.
 
     Args:
-        works: the works, those that receive first.
+        works: the works; receives come first.
         bucket: the position of the bucket that an error names.
         suspects: the ranks, by position.
         on_gpu: whether the works are a GPU's, which know whether they are done. A wait for
@@ -81,7 +81,7 @@ class Arrival:
     """Waits for works on a separate thread, since works of gloo do not know if they are done.
 
     Args:
-        expected: the works; no other thread waits for those that are not on a GPU.
+        expected: the works; no other thread may wait for works that are not on a GPU.
         further: called on the thread once these are done, finds further works; None if there are
             none.
     """

@@ -64,9 +64,9 @@ class Replica:
     """The ranks over which one copy of the model is spread; one rank without a mesh.
 
     Args:
-        dimensions: of the mesh, except the one along which replicas gossip.
+        dimensions: the other dimensions of the mesh.
         model: its FSDP modules are resharded before their shards are written.
-        gossip: the ranks along that one; None without a mesh.
+        gossip: the ranks along which replicas gossip; None without a mesh.
     """
 
     def __init__(
@@ -188,14 +188,14 @@ class Replica:
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    # In which squares of a half-precision gradient do not overflow.
+    # Squares of half precision would overflow.
     dtype = torch.promote_types(grad.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm.double()
 
 
 def _on_cpu(numbers: Iterable[Tensor]) -> Tensor:
-    """A zero and these numbers as one vector: each device is waited for once."""
+    """A vector of zero and these numbers; waits once for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for number in numbers:
         by_device.setdefault(number.device, []).append(number)

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 def _of_the_base(name: str, what: str) -> Any:
     """A property that is the base's attribute at every access.
 
-    The base's load_state_dict replaces its groups and its state, and an alias would let a scheduler
-    drive groups that nobody steps any more.
+    The base's load_state_dict replaces its groups and its state. A scheduler with an alias of the
+    groups would change groups that are no longer stepped.
     """
     return property(
         lambda self: getattr(self._base, name),

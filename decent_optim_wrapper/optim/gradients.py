@@ -54,7 +54,7 @@ class OptimizerOfGroups(Optimizer):
 
 
 def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
-    """Divide all gradients of an optimizer by the factor that GradScaler has put into them.
+    """Divide all gradients of an optimizer by the scale of GradScaler.
 
     Raises:
         ValueError: a gradient is float16.

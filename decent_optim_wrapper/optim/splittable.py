@@ -1,4 +1,4 @@
-"""Which optimizers update each parameter by itself."""
+"""The optimizers that update each parameter independently of the others."""
 
 from __future__ import annotations
 

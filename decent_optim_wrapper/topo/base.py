@@ -13,8 +13,8 @@ import torch
 
 from decent_optim_wrapper.topo.group import Group
 
-# Worlds up to this size are checked as a whole where a formula gives the groups; of larger ones,
-# as many ranks are compared.
+# The groups of a formula are checked for all ranks in worlds up to this size. In larger worlds the
+# digest has the groups of this many ranks.
 _SMALL = 64
 
 
@@ -129,7 +129,7 @@ class Topology:
         return [_column(f"phase {phase}", each, self._world_size) for phase, each in listed]
 
     def _check_schedule(self) -> int:
-        """Check the groups as far as this takes little time; the number of phases."""
+        """Check the groups, of a formula in small worlds only, and return the number of phases."""
         formula, n = self._has_formula, self._world_size
         count = operator.index(self.phase_count()) if formula else len(self._built_schedules)
         if count < 1:
@@ -153,7 +153,7 @@ class Topology:
     def digest(self) -> str:
         """A hash of the ranks and weights of all groups, as 16 hexadecimal digits.
 
-        Where a formula gives the groups of more than 64 ranks, of the groups of 64 of them.
+        If a formula gives the groups of more than 64 ranks, it hashes the groups of 64 ranks only.
         """
         digest, n = hashlib.sha256(), self._world_size
         step = -(-n // _SMALL) if self._has_formula else 1

@@ -77,6 +77,6 @@ class TopologyFactory:
 
 
 def default_name(world_size: int, local_world_size: int = 1) -> str:
-    """The topology of a user who names none: pairs, which mix best for the bytes that they send."""
+    """The name of the default topology: pairs, which mix best for their bytes."""
     kinds = (OnePeerExponential, "one-peer-exp"), (Greedy, "greedy"), (Base2, "base-2")
     return next(name for kind, name in kinds if kind.accepts(world_size, local_world_size))
