@@ -67,7 +67,7 @@ def _parts(estimates: Sequence[Estimate]) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def _switch(estimates: Iterable[Estimate], opens: bool) -> None:
-    """Compute the corrections from y, or y from the corrections, where that is not done yet."""
+    """Turn y into the corrections, or the corrections into y, unless they are so already."""
     others = [each for each in estimates if each["is_open"] is not opens]
     if others:
         torch._foreach_add_(*_parts(others), alpha=-1 if opens else 1)
@@ -185,7 +185,7 @@ class GradientTracking(Extension):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue with what was saved."""
+        """Continue with saved estimates."""
         self.restart()
         for param, row in self._rows(state):
             _load(self._of(param), row)

@@ -16,21 +16,21 @@ from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Bucket, members_of
 
-# Mixed rounds that are looked at, and how many of them must be lost.
+# The number of rounds that are watched, and of lost ones among them that cause a warning.
 _ROUNDS, _LOST = 30, 3
-# Elements of the parameter that is looked at: very few may agree by chance.
+# The fewest elements of the watched parameter: even fewer may agree by chance.
 _ELEMENTS = 8
 
 
 class OwnCopyCheck(Extension):
-    """Looks at one small parameter in the updates of the first rounds, and leaves.
+    """Watches one small parameter in the updates of the first rounds, and then detaches itself.
 
     The mixing is lost if a copy in the base differs from the parameter before an update, and the
     update brings both close to the old value of the copy.
     """
 
     def attach(self, context: ExtensionContext) -> None:
-        """Look at the parameters of this base."""
+        """Watch a parameter of this base."""
         self._context = context
         self._param: Tensor | None = None
         self._rounds = self._lost = 0
@@ -46,7 +46,7 @@ class OwnCopyCheck(Extension):
 
     @contextmanager
     def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Compare what the update makes of the mixed value."""
+        """Compare the parameter and its copies before and after the update."""
         param = self._param
         if param is None or not any(each is param for each in params):
             yield

@@ -24,8 +24,8 @@ from decent_optim_wrapper.wire.plan import plan_buckets
 class StateAverage(Extension):
     """Averages the base optimizer's state (momenta) with every exact average of the parameters.
 
-    These are the averages of the schedule, and those that are kept. `on_nonfinite` of the wrapper
-    applies to the state as to the parameters.
+    These are the scheduled averages, and other averages that are kept. `on_nonfinite` of the
+    wrapper applies to the state as to the parameters.
     """
 
     collective = True
@@ -53,7 +53,7 @@ class StateAverage(Extension):
 
         Raises:
             NonFiniteError: the state of a rank is not finite, and the policy does not allow it.
-            TypeError: the state is made of other tensors.
+            TypeError: the state has tensors that contain others.
         """
         tensors = [list(self._tensors(param)) for param in members_of(buckets)]
         # A rank may have no state yet for a parameter that had no gradient there.
@@ -82,7 +82,7 @@ def is_like(value: Any, param: Tensor) -> bool:
     """Return whether an entry of the state has a value for each element of its parameter.
 
     Raises:
-        TypeError: it has, but is made of other tensors, such as codes and scales.
+        TypeError: it has, but contains other tensors, such as codes and scales.
     """
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return False

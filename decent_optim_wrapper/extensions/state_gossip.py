@@ -41,10 +41,10 @@ class StateGossip(Extension):
                 f"{context.pacing!r}: second moments that have become smaller since the launch "
                 f"could become negative"
             )
-        # The round in flight keeps its own buckets, even if they are gone.
+        # By bucket of parameters; the round in flight keeps its own.
         self._buckets: WeakKeyDictionary[Bucket, StateBucket] = WeakKeyDictionary()
         self._optimizer = context.optimizer
-        # Codecs of fewer bits would not code exactly which ranks have an entry.
+        # Codecs of fewer bits would round the flags.
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
         self._layout = context.layout._replace(as_view=False, codec=codec)
 
@@ -63,7 +63,7 @@ class StateGossip(Extension):
 
     @contextmanager
     def mixing(self, received: ReceivedBucket) -> Iterator[None]:
-        """Leave entries as they are that a rank of the group does not have."""
+        """Restore entries that a rank of the group does not have."""
         state = self._buckets[received.bucket]
         before = state.pack(state.new_flat())
         yield

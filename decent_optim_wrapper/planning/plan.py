@@ -1,4 +1,4 @@
-"""What a step takes by method: from the size of the model, the network and the time of computing.
+"""The time of a step by method, from the size of the model, the network and the time of computing.
 
 With c the seconds of computing of a step, a third of it in the forward pass, and w the seconds in
 which a rank sends its parameters once, in k buckets,
@@ -30,7 +30,7 @@ _BUCKET_OF_DDP = 25 << 20
 # A byte for each float32, and a scale for each 256.
 _INT8 = 0.254
 _HEAD = "settings", "s/step", "speed-up to DDP's loss"
-# A method is fast enough if it takes at most so many times as long as the fastest.
+# A method is fast enough if it takes at most this many times as long as the fastest.
 _FAST = 1.1
 
 
@@ -88,12 +88,12 @@ class _Method(NamedTuple):
     def gain(self, job: Job) -> float:
         """DDP's time to its loss, relative to the time that this method takes."""
         seconds = self.step_seconds(job, self.share)
-        # Rounds arrive so many steps late, beyond the first.
+        # How many steps late a round arrives.
         late = max(0, math.ceil(job.wire(self.share) / seconds) - 1)
         return _all_reduced(job, 1.0) / (seconds * (self.steps + 0.16 * late))
 
 
-# Those whose losses are lower first.
+# Methods with lower losses come first.
 _METHODS = (
     _Method("DDP", _all_reduced, steps=1.0),
     _Method("DDP, bf16 hook", _all_reduced, 0.5, 1.02),

@@ -39,7 +39,7 @@ class DistInfo(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a launcher has told this process, and the address at which rank 0 listens, if known."""
+    """The variables of a launcher, and the address at which rank 0 listens, if known."""
 
     launcher: str
     rank: int
@@ -153,7 +153,7 @@ def _find_slurm_step(environ: Mapping[str, str]) -> Launch:
             "`torchrun --nproc-per-node <ranks> script.py`"
         )
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    # Only srun sets the first one. A batch script would wait for tasks that nobody starts.
+    # Only srun sets the first one. A batch script would wait for tasks that do not start.
     if tasks > 1 and not environ.get("SLURM_STEP_NUM_TASKS"):
         raise RuntimeError(
             f"this process is not one of the {tasks} tasks of its Slurm job, because it was "

@@ -16,7 +16,7 @@ from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.start.launch import find_launch
 
-# What holds the store may still start; and nobody waits much longer for it if it has ended.
+# The process that holds the store may still be starting. If it has ended, no rank waits for long.
 _SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
 
 

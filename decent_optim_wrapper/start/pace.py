@@ -1,4 +1,4 @@
-"""When a round is mixed by default, and what that asks of the model."""
+"""The default of `overlap`, and checks that the model allows a pacing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from decent_optim_wrapper.config import Overlap, Settings
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.wire.parameters import Named
 
-# Their forward or backward passes are collectives. Without a class of ours that knows them all,
-# only these are seen.
+# Modules whose forward or backward passes are collectives. They have no class in common, so only
+# these are noticed.
 _COLLECTIVE = (nn.SyncBatchNorm, DistributedDataParallel)
 
 

@@ -283,7 +283,7 @@ class Setup:
         )
         elastic = start.arguments.elastic
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
-        # What must be the same on all ranks, also on those that hold other parts of the model.
+        # What must be the same on all ranks, also on ranks that hold other parts of the model.
         self._common = [
             f"decent_optim_wrapper {version('decent-optim-wrapper')}",
             f"topology {type(topology).__name__} with schedule {topology.digest}",
@@ -344,7 +344,7 @@ class Setup:
         pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
 
     def build_gossip(self, session: Session) -> Gossip:
-        """Make the first exchanges in the groups of the ranks; collective."""
+        """Build the gossip, and make the first exchange in each group; collective."""
         inputs, settings, model = self._inputs, self._settings, self._model
         tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
         session.transport.let_rounds_take(settings.pacing.longest_flight)

@@ -33,7 +33,7 @@ from decent_optim_wrapper.start.launched_store import StoreWorld
 # one.
 _NUMBERS = 5
 # How long a rank that cannot start waits for others, which may be meeting elsewhere.
-_TELL = timedelta(seconds=5)
+_NOTIFY = timedelta(seconds=5)
 
 
 class OtherRankError(ValueError):
@@ -107,9 +107,9 @@ class Start:
             for notify in (self._notify_in_store, self._notify_in_process_group):
                 try:
                     notify(error)
-                except Exception as untold:
+                except Exception as failure:
                     # The process group itself may be the error.
-                    logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+                    logger.debug("could not notify the other ranks of {!r}: {}", error, failure)
             raise
 
     def _notify_in_store(self, error: Exception) -> None:
@@ -130,7 +130,7 @@ class Start:
         if self.arguments.elastic is not None:
             # The others may never come here.
             for transport in self.transports:
-                transport.limit_waits(_TELL)
+                transport.limit_waits(_NOTIFY)
         rank = self.transports[0].initial_rank
         exchange(self.transports, (), f"rank {rank} raised {type(error).__name__}: {error}")
 
@@ -176,7 +176,7 @@ def exchange(transports: Sequence[Transport], numbers: Sequence[int], failure: s
     """
     row = [int(bool(failure)), *numbers, *[0] * (_NUMBERS - len(numbers))]
     rows = torch.tensor(row, dtype=torch.int64, device="cpu")
-    # The one that stacks last makes the first dimension of the result.
+    # The transport that stacks last makes the first dimension of the result.
     for transport in reversed(transports):
         rows = transport.all_gather(rows)
     if failed := rows[..., 0].nonzero().tolist():

@@ -1,4 +1,4 @@
-"""What is said at the start: the line that is logged, and where codes lose more than expected."""
+"""Logs a summary at the start, and warns if codes lose more than expected."""
 
 from __future__ import annotations
 
