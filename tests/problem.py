@@ -51,7 +51,6 @@ class Masters(torch.optim.SGD):
             for param in group["params"]:
                 state = self.state[param]
                 state.setdefault("master", param.detach().float().clone())
-                state.setdefault("other", torch.zeros_like(param))
                 if param.grad is not None:
                     state["master"].sub_(param.grad.float(), alpha=group["lr"])
                 param.copy_(state["master"])

@@ -336,7 +336,6 @@ VIEWED: dict[str, Any] = {"param_as_bucket_view": True}
     [
         (Masters, {"overlap": False, **VIEWED}, True),
         (Masters, {"extensions": [StateGossip("master")]}, False),
-        (Masters, {"extensions": [StateGossip("other")]}, True),
         (Offloads, VIEWED, True),
         (Offloads, {"overlap": False}, False),
         # It keeps a copy that it never reads.

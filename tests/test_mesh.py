@@ -16,13 +16,10 @@ from meshes import (
     Layout,
     Oracle,
     Spread,
-    batch,
     difference,
-    loss_of,
     make_model,
     run_on_mesh,
 )
-from problem import flatten
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule
@@ -373,22 +370,3 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
         assert difference(after, mean_of([before])) > 1e-4
     mean, end = mean_of([before for *_, before in ranks]), mean_of([after for _, after, _ in ranks])
     assert max((end[name] - mean[name]).abs().max() for name in mean) < EXACT
-
-
-def idle_in_a_stage() -> float:
-    spread, base = Spread(LAYOUTS["pipeline gpipe"]), partial(torch.optim.SGD, lr=1.0)
-    options: Any = {"grad_clip_norm": CLIP, "update_in_backward": False}
-    model = module(spread.model, spread.mesh, base, **options)
-    assert len(model.optimizer.buckets) >= 2
-    before = flatten([*spread.model.parameters()])
-    if spread.mesh.get_local_rank("pp"):
-        model.idle_step()
-    else:
-        x, y = batch(spread.replica, 0)
-        loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
-    # The mixing is left to the next step.
-    return float((flatten([*spread.model.parameters()]) - before).norm())
-
-
-def test_an_idle_stage_takes_part_in_the_clipping_of_its_replica() -> None:
-    assert run_on_mesh(8, idle_in_a_stage) == pytest.approx([CLIP] * 4 + [0.0] * 4, rel=1e-4)
