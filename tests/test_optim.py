@@ -135,8 +135,9 @@ def test_longer_windows_follow_the_formula(
         optimizer.step()
         for param, given in zip(params, grads, strict=True):
             assert param.grad is None or torch.equal(sign * reals(param.grad), given[-1])
-    for param, tolerance, *given in zip(params, dtypes.values(), starts, grads, sizes, strict=True):
-        expected, *counts = accum_by_formula(*given, kind is AccumAdamW)
+    each = zip(params, dtypes.values(), starts, grads, sizes, strict=True)
+    for param, tolerance, x, given, lengths in each:
+        expected, *counts = accum_by_formula(x, given, lengths, kind is AccumAdamW)
         torch.testing.assert_close(reals(param), expected, rtol=tolerance, atol=tolerance)
         assert counts == [optimizer.state[param]["step"], optimizer.state[param]["position"]]
 
