@@ -176,7 +176,7 @@ def average_and_look(walk: Walk, for_good: bool) -> tuple[Tensor, Tensor, float]
 
 @pytest.mark.slow
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,

@@ -280,17 +280,13 @@ def test_all_ranks_may_load_the_state_of_one() -> None:
     assert distance(torch.stack(run_threads(4, main))) < 1e-6
 
 
-def add_group(optimizer: DecentOptimWrapper) -> None:
-    optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
-
-
 def test_references_follow_parameters_into_other_buckets() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> float:
         params = make_params(seed=rank)
         optimizer = wrap(params, group, PAIR, 0.0, comm_dtype=torch.int8)
         take_rounds(optimizer, 10)
         before = flatten(params)
-        add_group(optimizer)
+        optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
         take_rounds(optimizer, 1)
         return float((flatten(params) - before).abs().max())
 

@@ -69,28 +69,28 @@ def train(
     wrapper, params = make(group, **options)
     rows: list[Tensor] = []
     saved: dict[int, tuple[Any, list[Tensor]]] = {}
-    for position, step in enumerate((0, 1, 2, 3, 4, 3, 4, 5)):
+    for position, step in enumerate((0, 1, 2, 3, 2, 3, 4)):
         backward(params, rank, step)
         wrapper.step()
         assert step != 1 or wrapper.stats().bytes_sent > 0 or "schedule" in options
         rows.append(flatten(params))
-        if position in (2, 3):
+        if position in (1, 2):
             values = [param.detach().clone() for param in params]
             saved[position] = copy.deepcopy(wrapper.state_dict()), values
-        if loads and position == 4:
-            state, values = saved[2]
+        if loads and position == 3:
+            state, values = saved[1]
             with torch.no_grad():
                 wrapper.load_state_dict(copy.deepcopy(state))
                 torch._foreach_copy_(params, values)
-        if position == 6:
+        if position == 5:
             # Collectives on the communicator on which a thread may still post.
             rows.append(wrapper.all_gather(torch.ones(1, dtype=torch.float64)).flatten())
             rows.append(torch.tensor([wrapper.consensus_distance()]))
             with wrapper.averaged():
                 rows.append(flatten(params))
     wrapper.synchronize()
-    assert torch.equal(rows[4], rows[6]) == loads
-    assert not torch.equal(rows[3], rows[4])
+    assert torch.equal(rows[3], rows[5]) == loads
+    assert not torch.equal(rows[2], rows[3])
     return torch.cat([*rows, flatten(params)]), [state for state, _ in saved.values()]
 
 

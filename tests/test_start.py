@@ -19,7 +19,6 @@ from modules import wrap as wrap_module
 from problem import flatten, make_params, sgd, take_steps, wrap
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import (
     DecentOptimWrapper,
@@ -158,15 +157,12 @@ def emptied() -> None:
     DecentOptimWrapper(base)
 
 
-ALONE: dict[str, Any] = {"elastic": Elastic(store=HashStore()), "rank": "0", "world_size": 1}
 # What is said of a mistake.
 MISTAKES: dict[str, Callable[[], object]] = {
     "ValueError: .* expects parameters to train, got a SGD": emptied,
     "ValueError: .*0.0 is torch.sparse_coo": lambda: DecentOptimWrapper(sgd([SPARSE])),
-    "ValueError: .*0.0 is on the meta device": lambda: DecentOptimWrapper(sgd([ON_META])),
     "RuntimeError: .*gradient of 0.0 is torch.sparse_coo": sparse_gradient,
     "TypeError: .*not wrapped yet, got DecentOptim": lambda: wrap([], base=wrap(make_params())),
-    "TypeError: rank expects a whole number": lambda: wrap(make_params(), **ALONE),
     "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),
     "ValueError: .*'torus'; the known.* complete, ring": lambda: TopologyFactory.create("torus", 4),
 }

@@ -40,7 +40,7 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 
-STEPS = 10
+STEPS = 8
 DAMPING = 0.3
 # What an outer step makes of the anchors and of what has been mixed; it keeps a momentum, and knows
 # the mixing matrix and the learning rate.
@@ -169,10 +169,7 @@ TRACKED = {
     "tracking, averages": Plan(global_avg_every=3, tracks=True),
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STATES = {
-    "state": Plan(state=MOMENTS),
-    "rare state": Plan(gossip_every=2, state=MOMENTS),
-}
+STATES = {"state": Plan(state=MOMENTS), "rare state": Plan(gossip_every=2, state=MOMENTS)}
 
 
 class Lopsided(Topology):
