@@ -37,6 +37,8 @@ STEP = 0.02
 PAUSE = 0.05
 # Seconds without a sign of life after which a rank is dead: what a test of a lost rank waits for.
 STALE_AFTER = 1.0
+# Values of every rank that are not trained. Their mean over three ranks would be rounded.
+FROZEN = torch.linspace(0.1, 1, 99)
 
 Members = tuple[int, ...]
 Hook = Callable[[int, DecentOptimWrapper], object]
@@ -107,15 +109,18 @@ def train(
     """Train until the launcher says up to which round, then average over those who are left.
 
     It calls `before` and `after` around every step. With `averages` an average is in place in every
-    other round, and kept in every sixth. The callback of rank `refuses` raises. The ranks meet in
-    the store that `make_store` makes for a rank, or in that of the launcher.
+    other round, and kept in every sixth, and a rank that comes back has other frozen values. The
+    callback of rank `refuses` raises. The ranks meet in the store that `make_store` makes for a
+    rank, or in that of the launcher.
     """
     params, longest = make_params(seed=rank), 0.0
     seen: dict[int, list[float]] = {}
     changes: list[tuple[Members, Members]] = []
     caught: list[str] = []
     meeting = make_store(rank) if make_store else store
-    optimizer = wrap_elastic(params, rank, world_size, meeting, changes, refuses == rank, **options)
+    lives = store.add(f"lives of rank {rank}", 1) if averages else 1
+    held = [*params, torch.nn.Parameter(FROZEN * lives, requires_grad=False)]
+    optimizer = wrap_elastic(held, rank, world_size, meeting, changes, refuses == rank, **options)
     report("joined", optimizer.round)
 
     def attempt(action: Callable[[], object]) -> None:
@@ -138,7 +143,7 @@ def train(
         if after:
             after(rank, optimizer)
         if averages and optimizer.round % 2 == 0:
-            attempt(lambda: look_at_average(optimizer, params, seen))
+            attempt(lambda: look_at_average(optimizer, held, seen))
             seen.setdefault(optimizer.round, []).append(optimizer.consensus_distance())
         if averages and optimizer.round % 6 == 0:
             optimizer.global_avg(may_revert=False)
@@ -164,11 +169,15 @@ def train(
 def look_at_average(
     optimizer: DecentOptimWrapper, params: list[Tensor], seen: dict[int, list[float]]
 ) -> None:
-    """Note what an average looks like that is in place for a moment; nothing is left of it."""
+    """Note what an average looks like that is in place for a moment; nothing is left of it.
+
+    The last values are frozen: they are those of the others, and not rounded.
+    """
     own = flatten(params)
     try:
         with optimizer.averaged():
             assert len(optimizer.members) == 1 or not torch.equal(flatten(params), own)
+            assert torch.equal(params[-1], FROZEN)
             seen[optimizer.round] = [float(param.detach().sum()) for param in params]
     finally:
         assert torch.equal(flatten(params), own)

@@ -13,6 +13,7 @@ import problem
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cuda import WAYS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problem import CODED, MODES, draw_gradients, flatten, make_params, take_drawn_steps
@@ -88,8 +89,15 @@ def check_that_the_mean_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "overlap"), [(1, True), (4, Late(4)), (1, AUTO)], ids=str)
-def test_the_mean_stays_if_a_run_is_resumed_with_another_pacing(every: int, overlap: Any) -> None:
+@pytest.mark.parametrize(
+    ("every", "overlap", "way"),
+    [(1, True, "at once"), (4, Late(4), "at once"), (1, AUTO, "at once"), (1, AUTO, "by a thread")],
+    ids=str,
+)
+def test_the_mean_stays_if_a_run_is_resumed_with_another_pacing(
+    every: int, overlap: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WAYS[way](monkeypatch)
     late = {"overlap": Late(3), "schedule": Schedule(gossip_every=3)}
     other = {"overlap": overlap, "schedule": Schedule(gossip_every=every)}
 

@@ -87,41 +87,6 @@ def test_two_ranks_lost_at_once_one_in_the_rebuilding_and_then_all_but_the_last(
     assert 0 < lives[0].longest < LONG / 2
 
 
-def hold_frozen_values(rank: int, world_size: int, store: Any, report: Report) -> list[bool]:
-    """Start again with frozen values that are not those of the others, and thaw them then."""
-    joins = store.check(["joins"])
-    params, frozen = make_params(), torch.linspace(0.1, 1, 99)
-    held = torch.nn.Parameter(frozen + 1.0 * joins, requires_grad=False)
-    options: dict[str, Any] = {"topology": "complete", "sync_at_start": False}
-    optimizer = wrap_elastic([*params, held], rank, world_size, store, [], **options)
-    same = []
-    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
-        backward(params, rank, optimizer.round)
-        optimizer.step()
-        held.requires_grad_(store.check(["joins"]))
-        if optimizer.round % 10 == 0:
-            with optimizer.averaged():
-                same.append(torch.equal(held, frozen))
-        report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.01)
-    return [*same, torch.equal(held, frozen)]
-
-
-def test_frozen_values_of_a_rank_that_comes_back_are_those_of_the_others_and_are_not_rounded() -> (
-    None
-):
-    with RestartableProcesses(3, hold_frozen_values) as processes:
-        processes.wait_for(2, "round 15")
-        processes.kill(2)
-        processes.wait_for_members(0, (0, 1))
-        processes.store.set("joins", "")
-        processes.start(2)
-        processes.wait_for_members(2, (0, 1, 2))
-        processes.finish()
-        results = processes.results()
-    assert all(len(same) > 1 and all(same) for same in results)
-
-
 def fail_after_an_early_loss(
     rank: int, world_size: int, store: Any, report: Report
 ) -> tuple[str, str]:
