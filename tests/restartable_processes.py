@@ -37,7 +37,7 @@ STEP = 0.02
 PAUSE = 0.05
 # Seconds without a sign of life after which a rank is dead: what a test of a lost rank waits for.
 STALE_AFTER = 1.0
-# Values of every rank that are not trained. Their mean over three ranks would be rounded.
+# Values of every rank that are not trained.
 FROZEN = torch.linspace(0.1, 1, 99)
 
 Members = tuple[int, ...]
@@ -171,7 +171,7 @@ def look_at_average(
 ) -> None:
     """Note what an average looks like that is in place for a moment; nothing is left of it.
 
-    The last values are frozen: they are those of the others, and not rounded.
+    The last values are frozen: those of the others on every rank.
     """
     own = flatten(params)
     try:
