@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,32 +34,15 @@ pytestmark = [
 
 STOP, STEPS, RATE = 3, 5, 0.6
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-# Two replicas, over one, two or four ranks each.
-LAYOUTS = {
-    "plain": Layout({"gossip": 2}),
-    "fsdp4": Layout({"gossip": 2, "fsdp": 4}),
-    "shard2 x tp2": Layout({"gossip": 2, "fsdp": 2, "tp": 2}),
-    "pp2": Layout({"gossip": 2, "pp": 2}),
-}
-
-
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-BASES: dict[str, Any] = {
-    "sgd": sgd,
-    "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-}
-OUTERS: dict[str, Any] = {
-    "no outer": None,
-    "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True, foreach=True),
-    "adam": partial(torch.optim.Adam, lr=0.01, foreach=True),
-}
+nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True, foreach=True)
 
 
 class Recipe(NamedTuple):
-    """How to train, by the names of `BASES` and `OUTERS`, and after how many steps rounds mix."""
+    """How to train: what makes the base and the outer optimizer, and how late rounds are mixed."""
 
-    base: str
-    outer: str
+    base: Any = sgd
+    outer: Any = None
     late: int = 1
     comm_dtype: torch.dtype | None = None
 
@@ -67,15 +50,24 @@ class Recipe(NamedTuple):
 class Move(NamedTuple):
     """Where what was saved in one layout goes on."""
 
-    source: str
-    target: str
+    source: Layout
+    target: Layout
     recipe: Recipe
 
 
-MOVES = [
-    Move("plain", "pp2", Recipe("adamw", "no outer", late=2)),
-    Move("fsdp4", "shard2 x tp2", Recipe("sgd", "adam", late=2)),
-]
+# Of two replicas, over one, two or four ranks each.
+MOVES = {
+    "whole models to stages": Move(
+        Layout({"gossip": 2}),
+        Layout({"gossip": 2, "pp": 2}),
+        Recipe(partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1), late=2),
+    ),
+    "shards to shards of tensor parallel ones": Move(
+        Layout({"gossip": 2, "fsdp": 4}),
+        Layout({"gossip": 2, "fsdp": 2, "tp": 2}),
+        Recipe(outer=partial(torch.optim.Adam, lr=0.01, foreach=True), late=2),
+    ),
+}
 
 
 class Run:
@@ -83,12 +75,11 @@ class Run:
 
     def __init__(self, layout: Layout, recipe: Recipe, seed: int = 0, rate: float = RATE) -> None:
         self.spread = Spread(layout, seed)
-        outer = OUTERS[recipe.outer]
         self.optimizer: DecentOptimWrapper = self.spread.wrap(
-            BASES[recipe.base],
+            recipe.base,
             overlap=Late(recipe.late) if recipe.late > 1 else None,
             schedule=Schedule(gossip_every=recipe.late, mixing_rate=rate),
-            extensions=[OuterOptimizer(outer)] if outer else [],
+            extensions=[OuterOptimizer(recipe.outer)] if recipe.outer else [],
             comm_dtype=recipe.comm_dtype,
         )
         assert len(self.optimizer.buckets) >= 2
@@ -133,39 +124,31 @@ class Run:
 
 
 def save_a_move(folder: Path, move: Move) -> None:
-    run = Run(LAYOUTS[move.source], move.recipe)
+    run = Run(move.source, move.recipe)
     run.advance(STOP)
     run.save(folder)
     assert run.optimizer.gossip_state_dict()["in_flight"]
 
 
 def resume_a_move(folder: Path, move: Move) -> tuple[int, dict[str, Any]]:
-    run = Run(LAYOUTS[move.target], move.recipe, seed=1, rate=1.0)
+    run = Run(move.target, move.recipe, seed=1, rate=1.0)
     run.load(folder)
     assert run.optimizer.round == STOP
     assert run.optimizer.mixing_rate == RATE
     return run.end()
 
 
-@cache
 def oracle(recipe: Recipe) -> Oracle:
     """Two whole replicas that never stop."""
-    expected = Oracle(
-        2,
-        BASES[recipe.base],
-        make_outer=OUTERS[recipe.outer],
-        late=recipe.late,
-        rate=RATE,
-        steps=[STEPS, STEPS],
-    )
-    return expected.train(steps=STEPS)
+    options: Any = {"make_outer": recipe.outer, "late": recipe.late, "rate": RATE}
+    return Oracle(2, recipe.base, steps=[STEPS, STEPS], **options).train(steps=STEPS)
 
 
-def ranks_of(layout: str) -> int:
-    return math.prod(LAYOUTS[layout].sizes.values())
+def ranks_of(layout: Layout) -> int:
+    return math.prod(layout.sizes.values())
 
 
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move.source} to {move.target}")
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_what_one_layout_saves_goes_on_in_another(move: Move, tmp_path: Path) -> None:
     start: dict[str, Tensor] = dict(make_model().named_parameters())
     expected = oracle(move.recipe)
@@ -186,7 +169,7 @@ SMALL = {
 OTHER = {"fsdp": "tp", "tp": "pipeline"}
 
 
-CODED = Recipe("sgd", "no outer", comm_dtype=torch.int8)
+CODED = Recipe(comm_dtype=torch.int8)
 
 
 def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -229,7 +212,7 @@ class Saving:
 
     def __init__(self, name: str, folder: Path, seed: int = 0, replicas: int = 2) -> None:
         layout = Layout({**SMALL[name].sizes, "gossip": replicas})
-        self.run = Run(layout, Recipe("sgd", "nesterov"), seed)
+        self.run = Run(layout, Recipe(outer=nesterov), seed)
         self.checkpoints = Checkpoints(folder, self.run.optimizer)
 
     def save(self, step: int) -> None:
@@ -353,9 +336,7 @@ def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(tmp_path:
 
 def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
     """A wrapper with an outer optimizer on a rank without others."""
-    make = OUTERS["nesterov"]
-    assert make is not None
-    extensions = [OuterOptimizer(make)]
+    extensions = [OuterOptimizer(nesterov)]
     return DecentOptimWrapper(sgd([*model.parameters()]), extensions=extensions, model=named_by)
 
 

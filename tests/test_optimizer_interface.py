@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dense import oracle
 from modules import backward as backward_of
 from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
 from ranks import run_threads
@@ -31,7 +30,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule, StateAverage, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, StateAverage
 from decent_optim_wrapper.checkpoint import Checkpoints
 
 
@@ -261,24 +260,6 @@ def test_a_state_dict_loads_into_a_bare_base_and_back() -> None:
     )
     assert torch.equal(momenta, expected)
     assert momenta.abs().sum() > 0
-
-
-def test_two_wrappers_in_one_process_do_not_mix_with_each_other() -> None:
-    topologies = ("ring", "complete")
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        nets = [make_params(seed) for seed in range(2)]
-        wrappers = [wrap(net, group, topology=topologies[i]) for i, net in enumerate(nets)]
-        for step in range(5):
-            for net, wrapper in zip(nets, wrappers, strict=True):
-                take_steps(wrapper, net, rank, [step])
-        for wrapper in wrappers:
-            wrapper.synchronize()
-        return [flatten(net) for net in nets]
-
-    for seed, rows in enumerate(zip(*run_threads(4, main), strict=True)):
-        expected = oracle(TopologyFactory.create(topologies[seed], 4), 5, True, sgd, seed)
-        torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
 
 
 def test_a_dropped_wrapper_is_freed_at_once() -> None:
