@@ -41,7 +41,7 @@ from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, diagnose, measure
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.pace import overlap_of
-from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
+from decent_optim_wrapper.start.setup import Inputs, ModuleExtras, set_up
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary
 from decent_optim_wrapper.topo import Topology
@@ -184,7 +184,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             super().__init__(optimizer)
             options["extensions"] = arrange(given, optimizer)
         self._settings, inputs = settings, take_fields(Inputs, options)
-        self._gossip, self._setup, self._hand_over = open_session(start, inputs)
+        self._gossip, self._setup, self._hand_over = set_up(start, inputs)
         self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:

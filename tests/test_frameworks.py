@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.start.session import Setup
+from decent_optim_wrapper.start.setup import Setup
 
 pytestmark = pytest.mark.slow
 LIGHTNING, ACCELERATE, TRANSFORMERS = (

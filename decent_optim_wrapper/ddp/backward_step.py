@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
 from decent_optim_wrapper.optim.gradients import params_of
-from decent_optim_wrapper.start.session import ModuleExtras
+from decent_optim_wrapper.start.setup import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper

@@ -115,7 +115,7 @@ class _Model(NamedTuple):
     replica: Replica
 
 
-def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None]:
+def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
