@@ -104,7 +104,7 @@ class Transport(Connections):
             self._collective(zeros, lambda _: self.all_reduce(zeros, group.ranks)[0])
 
     def check_open(self) -> None:
-        """Check that this rank can still reach the others.
+        """Check that this rank has not failed; after the loss of a peer the next exchange raises.
 
         Raises:
             RuntimeError: this rank has failed, or a CUDA graph is being captured.

@@ -73,7 +73,7 @@ class EarlyMixing:
         return [bucket for bucket in flying.unmixed if bucket in asked]
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
-        if (before := flying.sent(bucket)) is None:
+        if (before := flying.packed_of(bucket)) is None:
             if bucket not in self._copies:
                 self._copies[bucket] = bucket.new_flat()
             before = bucket.pack(self._copies[bucket])

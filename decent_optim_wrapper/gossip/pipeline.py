@@ -153,7 +153,8 @@ class Pipeline:
             age: as in `Round.open`.
 
         Returns:
-            None if this rank is idle, or while another round is in flight.
+            None if this rank is idle, or alone in its group and nothing needs the round; and while
+            another round is in flight.
         """
         plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:

@@ -192,6 +192,17 @@ class Round:
         """Return whether everything has arrived, as far as a thread has watched."""
         return self._watch is not None and self._watch.future.done()
 
+    def arrives_before(self, other: Arrival) -> bool:
+        """Wait until the round or `other` has arrived; return whether the round has.
+
+        Raises:
+            PeerError: the data of a peer did not arrive.
+        """
+        if self._watch is None:
+            return True
+        self.messages.wait_for(self._watch, other)
+        return self._watch.future.done()
+
     def receive(self, bucket: Bucket | None = None) -> None:
         """Wait until a bucket and the buckets attached to it have arrived; nothing is mixed.
 
@@ -298,18 +309,7 @@ class Round:
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.snapshot
 
-    def arrives_before(self, other: Arrival) -> bool:
-        """Wait until the round or `other` has arrived; return whether the round has.
-
-        Raises:
-            PeerError: the data of a peer did not arrive.
-        """
-        if self._watch is None:
-            return True
-        self.messages.wait_for(self._watch, other)
-        return self._watch.future.done()
-
-    def sent(self, bucket: Bucket) -> Flat | None:
+    def packed_of(self, bucket: Bucket) -> Flat | None:
         """The packed values of a bucket, if they are still in memory; otherwise None."""
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.packed
