@@ -14,7 +14,7 @@ from unittest import mock
 from ranks import print_to, start_process
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import nodes
+from decent_optim_wrapper.launcher import nodes, program
 
 # What a rank's script begins with. Ranks tell what they do by files in the folder of the test.
 PROLOGUE = """
@@ -41,11 +41,12 @@ def ours(command: Sequence[str]) -> int:
 
 
 def hurried(
-    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, launcher: Launcher = ours
+    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, spare: float = 10.0
 ) -> int:
-    """Run a launcher that looks after others every `pause` seconds, and waits for a store."""
-    with mock.patch.multiple(nodes, PAUSE=pause, SILENT_SECONDS=seconds):
-        return launcher(command)
+    """Run our launcher so that it waits for others, a store and its spare process for so long."""
+    beats = mock.patch.multiple(nodes, PAUSE=pause, SILENT_SECONDS=seconds)
+    with beats, mock.patch.object(program, "SPARE_SECONDS", spare):
+        return ours(command)
 
 
 class Launched:
@@ -64,7 +65,7 @@ class Launched:
         path = folder / f"script_{number}.py"
         path.write_text(PROLOGUE + script)
         self._printed = folder / f"printed_{number}"
-        command = (*options, str(path))
+        command = (*options, path.stem if "-m" in options else str(path))
         self.process = start_process(
             *(_launch, launcher, command, folder, self._printed), daemon=False
         )

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -20,10 +19,7 @@ STDOUT, STDERR = 1, 2
 _PAUSE = 0.05
 # A progress bar writes "\r" and never ends a line.
 _LINE_END = re.compile(rb"[\r\n]+")
-# How much of a file is read at once: also from its end, to search for an error.
 _READ_BYTES = 64 * 1024
-# The first line behind a traceback and its indented lines.
-_ERROR = re.compile(r"^Traceback \(most recent call last\):\n(?: .*\n)*(\S.*)", re.MULTILINE)
 
 
 class CopiedFile:
@@ -31,14 +27,14 @@ class CopiedFile:
 
     Args:
         path: the file, which exists.
-        prefix: the prefix.
+        rank: its rank, for the prefix.
         console: the file descriptor to which the lines are written.
     """
 
-    def __init__(self, path: Path, prefix: str, console: int) -> None:
+    def __init__(self, path: Path, rank: int, console: int) -> None:
         self.path = path
         self._file = path.open("rb")
-        self._prefix = prefix.encode()
+        self._prefix = f"[rank {rank}] ".encode()
         self._console = console
         # A line that has not ended yet.
         self._begun = b""
@@ -73,19 +69,18 @@ class Console:
         self._thread = Thread(target=self._run, daemon=True, name="console")
         self._thread.start()
 
-    def say(self, text: str, speaker: str = "launcher") -> None:
+    def say(self, text: str) -> None:
         """Print a line of the launcher, after what its ranks have written so far."""
-        self._said.put(f"[{speaker}] {text}\n")
+        self._said.put(f"[launcher] {text}\n")
 
     def follow(self, files: Iterable[CopiedFile]) -> None:
         """Copy these files to the console until each is ended."""
         self._files += files
 
-    def close(self, should_stop: Callable[[], bool]) -> bool:
-        """Write the rest, and return whether all is written: `should_stop` ends the wait."""
+    def close(self, seconds: float | None) -> bool:
+        """Write the rest, for so many seconds at most; return True if all is written."""
         self._closing.set()
-        while self._thread.is_alive() and not should_stop():
-            self._thread.join(_PAUSE)
+        self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -104,22 +99,6 @@ def _write(console: int, data: bytes) -> None:
     while data:
         try:
             data = data[os.write(console, data) :]
-        except BlockingIOError:
-            # ssh lets terminals behave so.
-            time.sleep(_PAUSE)
         except OSError:
             # Nobody reads it any more. The files keep what the ranks have written.
             return
-
-
-def last_error(log: Path) -> str:
-    """The error of the last traceback in a log, or its last line; empty if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _READ_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        # Somebody has removed it.
-        return ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return (_ERROR.findall("\n".join(lines)) or lines or [""])[-1]

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from decent_optim_wrapper.launcher.console import Console
 from decent_optim_wrapper.launcher.meeting import find_meeting
 from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
+from decent_optim_wrapper.launcher.program import Program
 from decent_optim_wrapper.launcher.rank_process import RankProcess
 from decent_optim_wrapper.launcher.supervisor import ENDING, Supervisor
 
@@ -25,7 +25,8 @@ _CONSOLE_SECONDS = 4.0
 def launch(options: LaunchOptions) -> int:
     """Start the ranks of this node, and return when all of them have ended for good.
 
-    A rank that ends with an error, or is killed, is restarted. If the launcher is killed, so are
+    A rank that ends with an error, or is killed, is restarted; a spare process takes its place if
+    there is one. If the launcher is killed, so are
     its ranks (on Linux), but not what the ranks have started.
 
     Args:
@@ -33,8 +34,7 @@ def launch(options: LaunchOptions) -> int:
 
     Returns:
         0 if every rank has ended without an error in the end. Otherwise the exit code of the rank
-        that was given up first; 128 + n if signal n killed it, or if the launcher has received
-        signal n.
+        that was given up first; 128 + n if signal n killed it.
 
     Raises:
         ModuleNotFoundError: the client of etcd is needed and not installed.
@@ -46,20 +46,20 @@ def launch(options: LaunchOptions) -> int:
         meeting = find_meeting(options)
         logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
         console = Console()
-        where = (options.node_rank, options.nnodes, meeting.keeper)
-        nodes = Nodes(meeting.connect, *where, console.say) if options.nnodes > 1 else None
-        ranks = _ranks(options, meeting.environ, logs, console)
-        supervisor = Supervisor(ranks, options, signals, console, nodes, meeting.connect)
-        code = supervisor.run()
-        if nodes is not None:
-            waited_for = len(signals)
-            nodes.leave(lambda: len(signals) > waited_for)
-        deadline = time.monotonic() + _CONSOLE_SECONDS
-        ends = ENDING.keys()
-        shown = console.close(lambda: not ends.isdisjoint(signals) and time.monotonic() > deadline)
-        if shown and options.log_dir is None and not supervisor.had_failures:
-            shutil.rmtree(logs, ignore_errors=True)
-        return code
+        nodes = Nodes(meeting.connect, options.node_rank, options.nnodes, meeting.keeper)
+        program = _program(options, meeting.environ)
+        first = options.node_rank * options.nproc_per_node
+        ranks = [
+            RankProcess(first + local, local, program, logs / f"rank_{first + local}", console)
+            for local in range(options.nproc_per_node)
+        ]
+        code = Supervisor(ranks, program, options, signals, console, nodes).run()
+        waited_for = len(signals)
+        nodes.leave(lambda: len(signals) > waited_for)
+    shown = console.close(_CONSOLE_SECONDS if ENDING.keys() & set(signals) else None)
+    if shown and not options.log_dir and code == 0 and all(rank.starts == 1 for rank in ranks):
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
 
 
 @contextmanager
@@ -79,22 +79,14 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _ranks(
-    options: LaunchOptions, environ: Mapping[str, str], logs: Path, console: Console
-) -> list[RankProcess]:
-    command = ("-m", *options.command) if options.is_module else options.command
+def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
     # Variables of torchrun.
     shared = {
-        "WORLD_SIZE": str(options.world_size),
+        "WORLD_SIZE": str(options.nnodes * options.nproc_per_node),
         "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
         "GROUP_RANK": str(options.node_rank),
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **environ,
     }
-    first, ranks = options.node_rank * options.nproc_per_node, []
-    for rank in range(first, first + options.nproc_per_node):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank - first)}
-        ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}", console))
-    return ranks
+    return Program(options.command, {**shared, **environ})

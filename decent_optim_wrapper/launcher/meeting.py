@@ -63,13 +63,11 @@ def find_meeting(options: LaunchOptions) -> Meeting:
 
 def _serve(endpoint: tuple[str, int] | None) -> TCPStore:
     """Serve a store; without an endpoint on a free port that only this machine can reach."""
-    if endpoint is None:
-        listening = socket.create_server(("127.0.0.1", 0))
-    else:
-        # On all addresses: the name of the host may stand for one that this machine does not know.
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listening = socket.create_server(("", endpoint[1]), family=family, dualstack_ipv6=dual)
+    # On all addresses: the name of the host may stand for one that this machine does not know.
+    address = ("", endpoint[1]) if endpoint else ("127.0.0.1", 0)
+    dual = endpoint is not None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listening = socket.create_server(address, family=family, dualstack_ipv6=dual)
     # The store's own threads serve, and close the socket.
     port, descriptor = listening.getsockname()[1], listening.detach()
     return TCPStore(

@@ -6,13 +6,12 @@ holds the store ends after the ranks of all nodes.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -25,21 +24,6 @@ PAUSE = 1.0
 _LOOKS, SILENT_SECONDS = 10, 30.0
 # How long a launcher waits at its end for a store that does not answer.
 _LEAVE_SECONDS = 2.0
-FINISHED = "others have ended without an error"
-
-
-class _Beat(NamedTuple):
-    """What a launcher writes every second.
-
-    Args:
-        finished: whether a rank of any node has ended without an error.
-        ended: whether all ranks of the node have ended.
-        time: when it was written, so that no two beats are the same.
-    """
-
-    finished: bool = False
-    ended: bool = False
-    time: float = 0.0
 
 
 @dataclass(eq=False)
@@ -52,14 +36,12 @@ class Nodes:
         nnodes: number of nodes.
         keeper: the node that holds the store, and with which it is lost; None for a store that is
             there already.
-        say: prints a line.
     """
 
     connect: Callable[[], Any]
     node: int
     nnodes: int
     keeper: int | None
-    say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         # Whether a rank of any node has ended without an error.
@@ -68,7 +50,7 @@ class Nodes:
         # The other node with which the store would be lost.
         self._keeper = None if self.keeper == self.node else self.keeper
         # The last beat of each node, and the looks since it was new.
-        self._beats = [(_Beat(), 0)] * self.nnodes
+        self._beats = [(b"", 0)] * self.nnodes
         # The last look; before the first one, the store may still have to start.
         self._looked = float("inf")
         self._stop = threading.Event()
@@ -86,7 +68,7 @@ class Nodes:
     def why_no_restart(self) -> str:
         """Return why no rank can be started again; empty if the store may answer."""
         if self.finished:
-            return FINISHED
+            return "others have ended without an error"
         if self._keeper is None or time.monotonic() < self._looked + SILENT_SECONDS:
             return ""
         silent = f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s"
@@ -105,7 +87,7 @@ class Nodes:
 
     def _waits_for_others(self) -> bool:
         others = (each for node, each in enumerate(self._beats) if node != self.node)
-        go_on = any(looks < _LOOKS and not beat.ended for beat, looks in others)
+        go_on = any(looks < _LOOKS and beat != b"ended" for beat, looks in others)
         return go_on and self.keeper == self.node and not self._talking.done()
 
     def _talk(self) -> None:
@@ -118,29 +100,25 @@ class Nodes:
                     return
                 # It should have started by now, even if it has never answered.
                 self._looked = min(self._looked, time.monotonic())
-                silent = f"the store of node {self._keeper} does not answer"
-                self.say(f"{silent}: no rank is started again before it does")
                 self._stop.wait(PAUSE)
 
     def _beat(self, store: Any) -> None:
-        keys = [f"node/{node}" for node in range(self.nnodes)]
+        keys = [*(f"node/{node}" for node in range(self.nnodes)), "finished"]
         for key in keys:
             # A store waits for a missing key.
-            store.compare_set(key, "", json.dumps(_Beat()))
+            store.compare_set(key, "", "no")
         is_last = False
         while not is_last:
             is_last = self._stop.is_set()
-            self._look([_Beat(*json.loads(text)) for text in values_of(store, keys)])
-            beat = _Beat(self.finished, self._ended, time.time())
-            store.set(keys[self.node], json.dumps(beat))
+            *beats, finished = values_of(store, keys)
+            self._beats = [
+                (new, looks + 1 if new == old else 0)
+                for new, (old, looks) in zip(beats, self._beats, strict=True)
+            ]
+            self.finished = self.finished or finished == b"yes"
+            if self.finished:
+                store.set("finished", "yes")
+            # No two beats are the same.
+            store.set(keys[self.node], "ended" if self._ended else str(time.time()))
             self._looked = time.monotonic()
             self._stop.wait(PAUSE)
-
-    def _look(self, beats: list[_Beat]) -> None:
-        """Update from the newest beats of all nodes."""
-        before = self._beats
-        self._beats = [
-            (new, looks + 1 if new == old else 0)
-            for new, (old, looks) in zip(beats, before, strict=True)
-        ]
-        self.finished = self.finished or any(beat.finished for beat in beats)
