@@ -54,12 +54,12 @@ class CodedExchange(Exchange):
         self._chunks = chunks
         self._reference = None if wire.references is None else wire.references.of(bucket)
         self.uses_reference = self._reference is not None
-        # The codec of what is received.
-        self._arriving = codec.of_means(wire.group.size) if self.sums else codec
-        row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._arriving))
-        room = row * len(chunks) + (wire.group.size == 2)
-        # What is sent, and memory for as much.
-        self._messages, self._room = bucket.messages(room)
+        # The codec of received messages, which are means in larger groups.
+        self._incoming_codec = codec.of_means(wire.group.size) if self.sums else codec
+        row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._incoming_codec))
+        nbytes = row * len(chunks) + (wire.group.size == 2)
+        # The messages to send, and as much memory for received ones.
+        self._messages, self._room = bucket.messages(nbytes)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         # This rank's message of each chunk.
         self._outgoing = [self._messages[place] for place in places]
@@ -128,7 +128,7 @@ class CodedExchange(Exchange):
     def _values(self, present: int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""
         for chunk, message in zip(self._chunks, self._arrived, strict=True):
-            for place, (values,) in self._decode(self._arriving, chunk, message):
+            for place, (values,) in self._decode(self._incoming_codec, chunk, message):
                 if self.sums:
                     values.mul_(self._wire.group.size / present)
                 reference = self._reference
@@ -212,7 +212,7 @@ class CodedGroup(CodedExchange):
         self._codes = [row[: len(own)] for row in rows]
         self._codes[self._place] = own
         pairs = zip(rows, map(_length, chunks), strict=True)
-        self._means = [row[: self._arriving.nbytes(numel)] for row, numel in pairs]
+        self._means = [row[: self._incoming_codec.nbytes(numel)] for row, numel in pairs]
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
         mean = new(len(self._means[self._place]), torch.uint8)
@@ -251,8 +251,8 @@ class CodedGroup(CodedExchange):
                 codes[place].wait(LONGEST_WAIT)
             _add(self._codec, message, total)
         total.div_(len(self._codes))
-        self._arriving.encode(total, own)
-        _add(self._arriving, own, total, -1.0)
+        self._incoming_codec.encode(total, own)
+        _add(self._incoming_codec, own, total, -1.0)
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -262,7 +262,7 @@ class CodedGroup(CodedExchange):
         ranks, size = self._wire.group.ranks, self._wire.group.size
         error = self._error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
-            means = self._decode(self._arriving, chunk, self._means[owner])
+            means = self._decode(self._incoming_codec, chunk, self._means[owner])
             codes = self._decode(self._codec, chunk, self._outgoing[owner])
             for (place, (mean,)), (_, (ours,)) in zip(means, codes, strict=True):
                 if len(present) < size:
@@ -277,7 +277,7 @@ class CodedGroup(CodedExchange):
 
 
 class _OnThread(NamedTuple):
-    """What a thread does, as a work to wait for."""
+    """An action on a thread, as a work to wait for."""
 
     done: Future[None]
 
