@@ -83,7 +83,7 @@ class Connections:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         # The groups of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
-        # That exchange over NCCL.
+        # The GPUs that exchange over NCCL.
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
         self._backend = "" if world is None else backend_name(world)

@@ -21,7 +21,7 @@ from decent_optim_wrapper.wire.storage import Flat
 
 
 class ExtensionContext(NamedTuple):
-    """What an extension may use, from the call of `attach` on.
+    """The objects that an extension may use from the call of `attach` on.
 
     Args:
         rank: this rank, as numbered at the start.

@@ -43,7 +43,7 @@ def text_of_call(number: float) -> str:
 
 
 class RoundHeader(NamedTuple):
-    """What a rank is about to do.
+    """The header of a round, which says what a rank is about to do.
 
     Args:
         call: the method that the rank is in.

@@ -30,7 +30,7 @@ Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
 
 
 class Scaling(NamedTuple):
-    """What GradScaler sets around its call of `step()`.
+    """The attributes that GradScaler sets around its call of `step()`.
 
     Args:
         found_inf: not zero if a gradient overflowed; None without a GradScaler, and the number 0 if

@@ -25,7 +25,7 @@ _CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class PendingResume(NamedTuple):
-    """What the next step does first after a state was loaded; by default nothing.
+    """The actions with which the next step begins after a state was loaded; by default none.
 
     Loading cannot do it: it does not communicate, and may come before the parameters are loaded.
 
@@ -47,12 +47,12 @@ class PendingResume(NamedTuple):
     snapshot: Mapping[Tensor, Tensor] = {}
 
     def without_round(self) -> Self:
-        """What is left when the round is launched or dropped."""
+        """The other actions, once the round is launched or dropped."""
         return self._replace(in_flight=False, snapshot={})
 
 
 class _Open(TypedDict):
-    """What ends with the wrapper: its connections, and the round in flight."""
+    """The resources that end with the wrapper: its connections, and the round in flight."""
 
     session: Session
     round: Round | None

@@ -23,7 +23,7 @@ from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
 
 
 class RoundPolicy(NamedTuple):
-    """What the rounds of a wrapper have in common.
+    """The settings that all rounds of a wrapper share.
 
     Args:
         pacing: when a round is mixed.
@@ -46,7 +46,7 @@ class Round:
         header: the method that launches it, and its number; the same on all ranks.
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
-        policy: what all rounds have in common.
+        policy: the settings that all rounds share.
     """
 
     def __init__(

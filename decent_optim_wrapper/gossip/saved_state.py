@@ -43,7 +43,7 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
         each.name: each.state_dict() for each in pipeline.extensions.all if each.name
     }:
         own = _saved_by(gossip)
-        # What belongs to another rank is reset by the next step() on all ranks.
+        # The states of another rank are reset by the next step() on all ranks.
         saved_by = [None] * len(own) if pending.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _referring(gossip):
@@ -211,14 +211,14 @@ def _read_extensions(
             f"the state of {' and '.join(dropped)} is dropped: pass the same extensions, or "
             f"options, as in the run that was saved, to go on with it"
         )
-    # What belongs to another rank starts again.
+    # The states of another rank start again.
     names = [None if each.belongs_to_rank and not is_own else each.name for each in extensions]
     pairs = zip(extensions, names, strict=True)
     return [extension.prepare_load(states.get(name)) for extension, name in pairs]
 
 
 def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """What was saved of each parameter, in its shape."""
+    """The saved value of each parameter, which must have its shape."""
     found = dict(zip(params, values, strict=True))
     for param, value in found.items():
         if param.shape != value.shape:

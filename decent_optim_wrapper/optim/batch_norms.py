@@ -74,8 +74,8 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
         norm.reset_running_stats()
         # None makes the statistics the mean over all batches.
         norm.momentum = None
-    # A forward pass in training mode moves, or replaces, other buffers, too, such as the vectors of
-    # spectral norms: it gets copies. A module of ours has other names for them than their paths.
+    # A forward pass in training mode also moves or replaces other buffers, such as the vectors of
+    # spectral norms, so it runs on copies. DecentralizedDataParallel overrides named_buffers().
     estimated = {b for norm in norms for b in norm.buffers(recurse=False)}
     others = {n: b.clone() for n, b in nn.Module.named_buffers(model) if b not in estimated}
     # Dropout draws random numbers, which must not change the numbers that the training draws.

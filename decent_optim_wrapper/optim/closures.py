@@ -8,7 +8,7 @@ from torch.optim import LBFGS, Optimizer
 
 
 def evaluates_inside_step(optimizer: Optimizer) -> str | None:
-    """What the optimizer does in its step that needs the parameters of the gradient unchanged.
+    """Return why a step of the optimizer needs the parameters at which the gradient was computed.
 
     Returns:
         The reason, as a part of a sentence; None if the step only reads gradients.

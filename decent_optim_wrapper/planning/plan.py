@@ -35,7 +35,7 @@ _FAST = 1.1
 
 
 class Job(NamedTuple):
-    """What is trained, and on what.
+    """The model, the ranks and the network of a run.
 
     Args:
         parameters: number of float32 parameters.
@@ -109,7 +109,7 @@ def plan(job: Job) -> str:
     """The seconds of a step by method, and which to take.
 
     Args:
-        job: what is trained, and on what.
+        job: the model, the ranks and the network.
 
     Raises:
         ValueError: a figure is not positive, or there is only one rank.

@@ -174,7 +174,7 @@ def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transpor
 
 
 def _meet_in_store(start: Start, topology: Topology, settings: Settings) -> Recovery | None:
-    """Connect the ranks that meet in a store, if these do; collective.
+    """Connect the ranks in a store if they are elastic; otherwise return None; collective.
 
     Args:
         start: reaches the other ranks.

@@ -27,7 +27,7 @@ FLAG_TAG = 1 << 19
 
 
 class Wire(NamedTuple):
-    """What the buckets of one round have in common.
+    """The ranks and settings that all buckets of one round share.
 
     Args:
         transport: connects the ranks.
