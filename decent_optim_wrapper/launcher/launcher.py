@@ -26,8 +26,8 @@ def launch(options: LaunchOptions) -> int:
     """Start the ranks of this node, and return when all of them have ended for good.
 
     A rank that ends with an error, or is killed, is restarted; a spare process takes its place if
-    there is one. If the launcher is killed, so are
-    its ranks (on Linux), but not what the ranks have started.
+    there is one. If the launcher is killed, so are its ranks (on Linux), but not what the ranks
+    have started.
 
     Args:
         options: what to start, where, and how often.

@@ -19,7 +19,6 @@ from decent_optim_wrapper.launcher.rank_process import RankProcess
 
 _POLL_SECONDS = 0.05
 _LONGEST_BACKOFF = 60.0
-# The signals that end the launch.
 # The signals that end the launch, and seconds until the remaining ranks are killed. On SIGTERM they
 # may save something: torchrun, Slurm and Kubernetes wait as long by default.
 ENDING = {signal.SIGINT: 4.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
