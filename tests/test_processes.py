@@ -166,10 +166,10 @@ SECONDS_TO_END = 5 + 8
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def train_in_flight(
+def end_in_flight(
     topology: str, end: str, env: dict[str, str], rank: int, ready: Connection
-) -> DecentOptimWrapper:
-    """Take steps until one is interrupted, or two; the wrapper, with a round in flight."""
+) -> NoReturn:
+    """End by an interrupt in a step, or after two, as a script whose wrapper is still there."""
     os.environ.update(env, RANK=str(rank))
     begin_process()
     # It is ignored where the tests were started in the background of a shell.
@@ -180,19 +180,13 @@ def train_in_flight(
     elastic = Elastic() if end == "interrupt-elastic" else None
     options: dict[str, Any] = {"topology": topology, "local_world_size": 1, "bucket_cap_mb": 0.5}
     optimizer = DecentOptimWrapper(base, elastic=elastic, **options)
-    for step in range(9 if "interrupt" in end else 2):
-        if step == 1:
-            ready.send(None)
-        if step and rank == 1:
-            time.sleep(7)
-        optimizer.step()
-    return optimizer
-
-
-def end_in_flight(topology: str, end: str, *args: Any) -> NoReturn:
-    """End as a script whose optimizer is there until the interpreter ends."""
     try:
-        optimizer = train_in_flight(topology, end, *args)
+        for step in range(9 if "interrupt" in end else 2):
+            if step == 1:
+                ready.send(None)
+            if step and rank == 1:
+                time.sleep(7)
+            optimizer.step()
     except KeyboardInterrupt:
         end_interpreter(INTERRUPTED)
     if end == "threads":

@@ -39,20 +39,17 @@ def phases(draw: st.DrawFn, size: int, largest: int) -> list[Group]:
     return groups
 
 
-def shapes() -> st.SearchStrategy[tuple[int, ...]]:
-    return st.sampled_from([(), (0,), (2, 0), (700,), (3, 2, 4)]) | st.tuples(st.integers(1, 9))
+SHAPES = st.sampled_from([(), (0,), (2, 0), (700,), (3, 2, 4)]) | st.tuples(st.integers(1, 9))
+CAPS = st.sampled_from([1e-9, 100 / MIB, 4096 / MIB, 25])
+TRAINING = st.sampled_from(["step", "step_at_lr_zero", "synchronize", "average_for_good", "thaw"])
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> list[Spec]:
     """Any parameters behind one that is neither frozen nor empty."""
     dtype = st.sampled_from(DTYPES)
-    others = st.lists(st.builds(Spec, shapes(), dtype, st.booleans()), max_size=6)
+    others = st.lists(st.builds(Spec, SHAPES, dtype, st.booleans()), max_size=6)
     return [Spec((3,), draw(dtype), frozen=False), *draw(others)]
-
-
-def training() -> st.SearchStrategy[str]:
-    return st.sampled_from(["step", "step_at_lr_zero", "synchronize", "average_for_good", "thaw"])
 
 
 def looks() -> st.SearchStrategy[list[str]]:
@@ -62,15 +59,11 @@ def looks() -> st.SearchStrategy[list[str]]:
     )
 
 
-def caps() -> st.SearchStrategy[float]:
-    return st.sampled_from([1e-9, 100 / MIB, 4096 / MIB, 25])
-
-
 @st.composite
 def worlds(draw: st.DrawFn, smallest: int = 1, largest_group: int = 5) -> World:
     size = draw(st.sampled_from([n for n in (2, 3, 4, 5, 1) if n >= smallest]))
     options = {
-        "bucket_cap_mb": caps(),
+        "bucket_cap_mb": CAPS,
         "overlap": st.sampled_from([True, False]),
         "param_as_bucket_view": st.booleans(),
         "comm_dtype": st.sampled_from([None, torch.bfloat16]),
@@ -116,7 +109,7 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
 
 
 @settings(seeded, max_examples=6)
-@given(world=worlds(), script=st.lists(st.tuples(training(), looks()), min_size=3, max_size=6))
+@given(world=worlds(), script=st.lists(st.tuples(TRAINING, looks()), min_size=3, max_size=6))
 def test_evaluating_and_resuming_change_no_bit_of_the_training(
     world: World, script: list[tuple[str, list[str]]]
 ) -> None:
@@ -141,7 +134,7 @@ def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
 
 
 @settings(seeded, max_examples=60)
-@given(specs=specs(), cap=caps(), as_view=st.booleans())
+@given(specs=specs(), cap=CAPS, as_view=st.booleans())
 def test_every_tensor_is_in_one_bucket_up_to_the_cap(
     specs: list[Spec], cap: float, as_view: bool
 ) -> None:
