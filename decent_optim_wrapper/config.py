@@ -147,7 +147,7 @@ class Settings(CheckedFields):
         super().__post_init__()
         every, average_every = self.schedule.intervals
         between = math.gcd(every, average_every or every)
-        expected = "at least as many steps from one round to the next"
+        expected = f"at least {self.pacing.longest_flight} steps from one round to the next"
         fits = self.pacing.longest_flight <= between
         if not self.pacing.synchronous:
             # It launches a round in the step that mixes the last one.

@@ -41,7 +41,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
         for watch in self.watches:
             watch.copied()
-        # A copy, or what is loaded from a file, tells nobody.
+        # A copy, or a module that is loaded from a file, announces nothing.
         return dict, (dict(self),)
 
 

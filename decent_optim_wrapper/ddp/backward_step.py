@@ -33,7 +33,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         average_buffers: whether `global_avg` averages the floating-point buffers of the model.
         ignored: the ids of the parameters and buffers that the ranks do not share.
         parts: objects whose state belongs to the training, such as a scheduler.
-        at_end: send them at the end of a backward pass.
+        at_end: send all buckets at the end of a backward pass.
         options: the arguments of `DecentOptimWrapper`.
     """
 
@@ -147,7 +147,7 @@ class _StepInParts:
             step = self._optimizer.in_parts(self._unscale_and_clip.step_part)
             self._advance = self._open.enter_context(step)
         if self._takeovers != self._optimizer.takeovers:
-            # These gradients belong to parameters that others' have replaced meanwhile.
+            # The parameters were replaced after these gradients were computed.
             _free(bucket)
         self._advance(bucket)
         _free(bucket)

@@ -19,8 +19,7 @@ class UnscaleAndClip:
     Args:
         scaler: the GradScaler by whose scale the gradients are multiplied; None if there is none.
         clip_norm: bound of the norm of all gradients together; 0 does not clip.
-        fused: the base, if it skips an update by itself when it is told of an overflow; None if it
-            does not.
+        fused: the base, if it reads `found_inf` and skips an update by itself; None if it does not.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class _Part:
         if self._fused is None or self.found_inf is None:
             self._update()
             return
-        told: Any = self._fused
-        told.found_inf, told.grad_scale = self.found_inf, self.grad_scale
+        fused: Any = self._fused
+        fused.found_inf, fused.grad_scale = self.found_inf, self.grad_scale
         try:
             self._update()
         finally:
-            del told.found_inf, told.grad_scale
+            del fused.found_inf, fused.grad_scale

@@ -19,8 +19,8 @@ from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import values_of
 
 PAUSE = 1.0
-# Looks without a new beat after which a node has died, and seconds without a look after which the
-# store has. Kubernetes needs some of them to start the pod of node 0 again.
+# Looks without a new beat after which a node counts as dead, and seconds without an answer after
+# which the store counts as lost. Kubernetes needs some of them to start the pod of node 0 again.
 _LOOKS, SILENT_SECONDS = 10, 30.0
 # How long a launcher waits at its end for a store that does not answer.
 _LEAVE_SECONDS = 2.0
@@ -57,7 +57,7 @@ class Nodes:
         self._talking = in_background(self._talk)
 
     def note_finished(self) -> None:
-        """Tell the others that a rank of this node has ended without an error."""
+        """Notify the other nodes that a rank of this one has ended without an error."""
         self.finished = True
 
     def can_meet(self, died: float) -> bool:
@@ -75,7 +75,7 @@ class Nodes:
         return f"{silent}: look at the launcher there"
 
     def leave(self, should_stop: Callable[[], bool]) -> None:
-        """Tell the others that the ranks of this node have ended.
+        """Notify the other nodes that the ranks of this one have ended.
 
         The node that holds the store waits for the others, until `should_stop` returns True.
         """

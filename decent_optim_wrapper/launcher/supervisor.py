@@ -51,7 +51,7 @@ class Supervisor:
         self._lost: list[int] = []
         # Why no rank is started again; empty while one is.
         self._reason = ""
-        # How many signals were passed on, and when all is killed that is still there.
+        # Number of signals that were passed on, and when the remaining ranks are killed.
         self._passed_on = 0
         self._deadline = float("inf")
 
@@ -106,7 +106,7 @@ class Supervisor:
                     self._note_end(rank, 1)
 
     def _pass_signals_on(self) -> None:
-        """Pass signals on; a second one that ends the launch kills, and so does the time."""
+        """Pass signals on. A second one that ends the launch, or the deadline, kills the ranks."""
         for number in self.signals[self._passed_on :]:
             self._passed_on += 1
             if number not in ENDING:
