@@ -64,7 +64,7 @@ def try_links(
         heartbeat = mock.Mock(spec=Heartbeat, rank=rank, is_over=lambda: is_over)
         time.sleep(late if rank == 1 else 0)
         try:
-            LinkTrial(BoundedStore(store, TIMEOUT), 3, notes, heartbeat, limit).find_dead_links()
+            LinkTrial(BoundedStore(store, TIMEOUT), 3, notes, heartbeat, limit).run()
         except PeerError as error:
             assert heartbeat.leave.called
             return str(error)

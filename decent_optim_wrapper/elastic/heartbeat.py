@@ -63,12 +63,12 @@ class Heartbeat:
         has_ended = self._store.find(beat_key(self.rank)) == ENDED.decode()
         return not has_ended and self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
 
-    def hears_members(self, ranks: Iterable[int]) -> bool:
-        """Return whether one of these ranks is alive and in an epoch.
+    def hears_members(self, ranks: Iterable[int], since: int) -> bool:
+        """Return whether one of these ranks is alive and in this epoch or a later one.
 
         It listens for `stale_after`, after which members call each other dead.
         """
-        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0", self._looks)
+        return self._hears(ranks, lambda beat: int(beat.split(" ")[2]) >= since, self._looks)
 
     def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool], looks: int) -> bool:
         """Return whether one of these ranks sends two new matching heartbeats.

@@ -53,7 +53,7 @@ class LinkTrial:
         """How long to wait for the next link after one has been tried."""
         return min(self.limit / 2, _LONGEST_WAIT)
 
-    def find_dead_links(self) -> None:
+    def run(self) -> None:
         """Try the links of this rank to the others; all members do so at once.
 
         A link is dead if both of its ends say so. Of two ranks that cannot reach each other, the

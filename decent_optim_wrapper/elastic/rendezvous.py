@@ -159,8 +159,7 @@ class Rendezvous:
                 notes = self._notes(epoch, members)
                 if connected := self._connect_epoch(epoch, notes):
                     return connected
-                trial = LinkTrial(self._store, epoch, notes, self._heartbeat, self._timeout)
-                trial.find_dead_links()
+                LinkTrial(self._store, epoch, notes, self._heartbeat, self._timeout).run()
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
@@ -236,7 +235,8 @@ class Rendezvous:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
             if late and more:
-                hears = self._heartbeat.hears_members(self._others)
+                since = int(self._store.find("epoch") or 1)
+                hears = self._heartbeat.hears_members(self._others, since)
                 timeout, more = (timeout + self._timeout, more - 1) if hears else (timeout, 0)
                 # The members may have been written meanwhile.
                 continue
