@@ -39,7 +39,7 @@ from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.deprecated import OldFields
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key
 from decent_optim_wrapper.elastic.liveness import ENDED
-from decent_optim_wrapper.elastic.rendezvous import key_prefix, tell_end
+from decent_optim_wrapper.elastic.rendezvous import key_prefix, mark_end
 from decent_optim_wrapper.start.arguments import Arguments
 
 
@@ -172,9 +172,9 @@ def await_(found: Callable[[], bool]) -> None:
     assert found()
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: bool) -> None:
-    store, stale_after = HashStore(), 1000.0 if told else 1.0
+@pytest.mark.parametrize("marked", [False, True])
+def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked: bool) -> None:
+    store, stale_after = HashStore(), 1000.0 if marked else 1.0
     # The ranks have built two wrappers, the first one in vain.
     parts = [PrefixStore(key_prefix(number), store) for number in range(2)]
     for part, rank in product(parts, range(8)):
@@ -195,13 +195,13 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: b
             left.remove(lost)
             ranks[lost].stop()
             # Other processes of rank 0 have ended, one of them on another host.
-            tell_end(lambda: store, 0, pid=0)
+            mark_end(lambda: store, 0, pid=0)
             with mock.patch("socket.gethostname", return_value="another"):
-                tell_end(lambda: store, 0, os.getpid())
+                mark_end(lambda: store, 0, os.getpid())
 
             def all_know(lost: int = lost) -> bool:
                 # Again: the last heartbeat may be on its way.
-                tell_end(lambda: store, lost, os.getpid() if told else 0)
+                mark_end(lambda: store, lost, os.getpid() if marked else 0)
                 return not any(ranks[here].alive(lost) for here in left)
 
             await_(all_know)

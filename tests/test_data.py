@@ -252,10 +252,10 @@ class Rank:
         foreign = {id(batch) for batch in self.foreign}
         return [sample for batch in batches if id(batch) not in foreign for sample in batch]
 
-    def follow(self, told: dict[int, Any], newcomers: list[int]) -> None:
+    def follow(self, summaries: dict[int, Any], newcomers: list[int]) -> None:
         if self.number in newcomers:
             self.foreign += self.waiting
-        self.sampler.follow(told, newcomers)
+        self.sampler.follow(summaries, newcomers)
         # Another pass of the loader returns these.
         self.foreign += now(self.sampler)["kept"]
         self.done = now(self.sampler)["steps"]
@@ -337,19 +337,19 @@ class World:
                 # Another process takes its place for good.
                 self.gone.append(self.stopped.pop(newcomers[0]))
             self.ranks[newcomers[0]] = Rank(newcomers[0], [*self.ranks, *newcomers], self)
-        told: dict[int, Any] = {
-            number: None if kind == "join" and number in newcomers else rank.sampler.tell(beats)
+        summaries: dict[int, Any] = {
+            number: None if kind == "join" and number in newcomers else rank.sampler.summary(beats)
             for number, rank in sorted(self.ranks.items())
         }
         if kind != "return" and self.chance.random() < 0.3:
             # The connections fail, and those who have followed speak again.
-            first = dict(told)
+            first = dict(summaries)
             some = self.chance.sample([*self.ranks], self.chance.randrange(len(self.ranks)))
             for number in some:
                 self.ranks[number].follow(first, newcomers)
-                told[number] = self.ranks[number].sampler.tell(beats)
+                summaries[number] = self.ranks[number].sampler.summary(beats)
         for rank in self.ranks.values():
-            rank.follow(told, newcomers)
+            rank.follow(summaries, newcomers)
             rank.beat()
         samplers = [rank.sampler for rank in self.ranks.values()]
         assert len({str(sampler.state_dict()["dealing"]) for sampler in samplers}) == 1

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from decent_optim_wrapper.data.dealing import Change, Dealing
 
 
-class Told(NamedTuple):
+class Summary(NamedTuple):
     """What a rank says when the members change, in values that JSON keeps.
 
     Args:
@@ -28,7 +28,7 @@ class Told(NamedTuple):
 
 
 def agree(
-    known: Mapping[int, Told], members: Collection[int], newcomers: Collection[int], lead: int
+    known: Mapping[int, Summary], members: Collection[int], newcomers: Collection[int], lead: int
 ) -> tuple[Dealing, Change | None]:
     """Deal again to the ranks that have met; the result is the same on all of them.
 

@@ -10,7 +10,7 @@ import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
-from decent_optim_wrapper.data.agreement import Told, agree
+from decent_optim_wrapper.data.agreement import Summary, agree
 from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -167,9 +167,9 @@ class ElasticSampler(Sampler[list[int]]):
                 f"{rules}; pass the same data, seed and sizes on every rank"
             )
 
-    def tell(self, heard: Mapping[int, str]) -> Any:
+    def summary(self, heard: Mapping[int, str]) -> Any:
         """Return what the other ranks must know of this one; see `Follower`."""
-        return Told(
+        return Summary(
             dealing=self._dealing.packed,
             done=self._done,
             fetched=self._fetched,
@@ -177,13 +177,13 @@ class ElasticSampler(Sampler[list[int]]):
             heard=[[rank, *map(int, text.split())] for rank, text in heard.items()],
         )
 
-    def follow(self, told: Mapping[int, Any], newcomers: Collection[int]) -> None:
+    def follow(self, summaries: Mapping[int, Any], newcomers: Collection[int]) -> None:
         """Deal the remaining samples to the present members; see `Follower`.
 
         Raises:
             ValueError: the sampler of another rank has other arguments.
         """
-        known = {rank: Told(*each) for rank, each in told.items() if each is not None}
+        known = {rank: Summary(*each) for rank, each in summaries.items() if each is not None}
         if not known:
             return
         for rank, each in known.items():
@@ -191,7 +191,7 @@ class ElasticSampler(Sampler[list[int]]):
         # The number of steps by which a rank can be ahead: then it waits for a round.
         every = self._optimizer.schedule.intervals.gossip_every
         lead = every + self._optimizer.pacing.longest_flight - 1
-        dealing, change = agree(known, told, newcomers, lead)
+        dealing, change = agree(known, summaries, newcomers, lead)
         if change is not None and self._rank in dict(change.came):
             self._kept = dict(enumerate(self._waiting(), change.arrival))
             self._done, self._fetched = change.arrival, dict(change.came)[self._rank]
@@ -211,7 +211,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._say()
 
     def _say(self) -> None:
-        """Send how far this rank is with its heartbeats; see `Told.heard`."""
+        """Send how far this rank is with its heartbeats; see `Summary.heard`."""
         if (recovery := self._optimizer.recovery) is not None:
             recovery.say(f"{len(self._dealing.changes)} {self._done}")
 

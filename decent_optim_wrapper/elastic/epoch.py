@@ -15,13 +15,13 @@ class Note(NamedTuple):
         round: the number of its next round.
         needs_state: whether it needs the state of another rank, if any rank has one.
         calls_made: number of collective calls that it has made in addition to its steps.
-        told: what it tells the `Follower`s of the other ranks; JSON values.
+        summary: what its `Follower` sends to the other ranks; JSON values.
     """
 
     round: int
     needs_state: bool
     calls_made: int = 0
-    told: Any = None
+    summary: Any = None
 
 
 # The note of every rank at the start. If no rank has a state yet, none needs one.

@@ -58,7 +58,7 @@ class Heartbeat:
         """Return whether another process sends heartbeats of this rank.
 
         Call it before `start`. If there is none, it takes a second or two, unless the launcher has
-        told that the last one has ended.
+        marked the last one as ended.
         """
         has_ended = self._store.find(beat_key(self.rank)) == ENDED.decode()
         return not has_ended and self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
@@ -134,7 +134,7 @@ class Heartbeat:
         self._stop.set()
 
     def leave(self) -> None:
-        """Send no more heartbeats, and tell the members that this rank is dead.
+        """Send no more heartbeats, and mark this rank as dead for the members.
 
         Otherwise they would look for its heartbeat for `stale_after`. A rank that has made all its
         steps does not leave: they may still receive what it has sent.

@@ -1,4 +1,4 @@
-"""Which ranks are alive: each rank watches a few others, and tells all which ones are dead."""
+"""Which ranks are alive: each rank watches a few others, and lists the dead ones for all."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class EpochWatch:
         self.requested = False
         self.watched = self._choose()
 
-    def look(self, beats: Mapping[int, bytes], told: Collection[int], requested: bool) -> bool:
+    def look(self, beats: Mapping[int, bytes], listed: Collection[int], requested: bool) -> bool:
         """Update from one poll of the other ranks.
 
         Args:
             beats: the newest heartbeats of the watched ranks.
-            told: the common list of dead ranks.
+            listed: the common list of dead ranks.
             requested: whether a rank asks for the next epoch.
 
         Returns:
@@ -54,9 +54,9 @@ class EpochWatch:
         self._beats = dict(beats)
         silent = {rank for rank, looks in self._silent.items() if looks >= self._looks}
         ended = {rank for rank, beat in beats.items() if beat == ENDED}
-        self.dead = self.dead.union(silent, ended, told)
+        self.dead = self.dead.union(silent, ended, listed)
         self.watched = self._choose()
-        return not self.dead.issubset(told)
+        return not self.dead.issubset(listed)
 
     def _choose(self) -> tuple[int, ...]:
         """Choose the ranks to watch among the living ones."""

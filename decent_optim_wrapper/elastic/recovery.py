@@ -112,20 +112,20 @@ class HandOver:
 class Follower(Protocol):
     """Is notified when the members change, on all of them."""
 
-    def tell(self, heard: Mapping[int, str]) -> Any:
+    def summary(self, heard: Mapping[int, str]) -> Any:
         """Return what the other ranks must know of this one, as JSON values.
 
         Args:
             heard: the last texts of the other ranks; see `Recovery.say`.
         """
 
-    def follow(self, told: Mapping[int, Any], newcomers: Collection[int]) -> None:
+    def follow(self, summaries: Mapping[int, Any], newcomers: Collection[int]) -> None:
         """Called when the members have changed, with the same arguments on all of them.
 
         It may be called again before all members have reached it, with newer arguments.
 
         Args:
-            told: for each member the result of `tell`; None if it has no follower.
+            summaries: for each member the result of `summary`; None if it has no follower.
             newcomers: the members that have received the state of another one.
         """
 
@@ -181,13 +181,13 @@ class Recovery:
     def attach(self, follower: Follower) -> None:
         """Notify a follower whenever the members change, as long as it exists."""
         self._follower = weakref.ref(follower)
-        if any(note.told is not None for note in self.epoch.notes.values()):
+        if any(note.summary is not None for note in self.epoch.notes.values()):
             self._let_follow(follower)
 
     def _let_follow(self, follower: Follower) -> None:
         notes = self.epoch.notes
         newcomers = {rank for rank, note in notes.items() if note.needs_state}
-        follower.follow({rank: note.told for rank, note in notes.items()}, newcomers)
+        follower.follow({rank: note.summary for rank, note in notes.items()}, newcomers)
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
@@ -310,7 +310,7 @@ class Recovery:
             round=self._gossip.pipeline.round,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
-            told=None if follower is None else follower.tell(self.rendezvous.heard()),
+            summary=None if follower is None else follower.summary(self.rendezvous.heard()),
         )
         self._gather()
         self._catch_up()

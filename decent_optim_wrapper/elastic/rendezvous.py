@@ -85,7 +85,7 @@ class Rendezvous:
 
     @classmethod
     def tell_failure(cls, store: Any, rank: int, error: Exception) -> None:
-        """Tell the ranks that start together with this one why it does not come.
+        """Send the ranks that start together with this one the reason why it does not come.
 
         This counts as a rendezvous, so that the next one has the same number on all ranks.
 
@@ -343,8 +343,8 @@ class Rendezvous:
         return {rank: Note(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
 
-def tell_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
-    """Tell the members of all wrappers that a process of a rank, their child, has ended.
+def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
+    """Mark a process of a rank, a child of this one, as ended for the members of all wrappers.
 
     Otherwise they look for its heartbeat for `stale_after`.
 

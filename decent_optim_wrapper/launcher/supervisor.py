@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.elastic.rendezvous import tell_end
+from decent_optim_wrapper.elastic.rendezvous import mark_end
 from decent_optim_wrapper.launcher.console import Console
 from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
@@ -81,7 +81,7 @@ class Supervisor:
             return
         how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         self._due[rank] = code, time.monotonic()
-        in_background(partial(tell_end, self.nodes.connect, rank.rank, rank.pid))
+        in_background(partial(mark_end, self.nodes.connect, rank.rank, rank.pid))
         self.console.say(f"rank {rank.rank} ended ({how}); see {rank.folder}")
 
     def _start_again(self) -> None:
