@@ -14,7 +14,8 @@ away. The last line shows the seed that repeats the faults, and the goodput.
 
 Goodput is steps made against steps possible: the steps of all ranks, and what as many healthy ranks
 would have made in the same time, at the pace of the times in which all were there and did not
-recover. `after_a_kill.py` measures it with few kills, under the launcher.
+recover. Ranks that share cores step faster when one is away, so it may exceed 100 %.
+`after_a_kill.py` measures it with few kills, under the launcher.
 
 Ends with an error if a rank is lost for good, if the ranks recover more often than the faults
 explain or take too long, if they do not agree on the average at the end, if their parameters have
