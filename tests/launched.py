@@ -18,7 +18,7 @@ from decent_optim_wrapper.launcher import nodes, program
 
 # What a rank's script begins with. Ranks tell what they do by files in the folder of the test.
 PROLOGUE = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 def tell(name, text=""):
@@ -76,8 +76,7 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.join()
+        self.kill()
 
     @property
     def printed(self) -> str:

@@ -32,7 +32,6 @@ class CopiedFile:
     """
 
     def __init__(self, path: Path, rank: int, console: int) -> None:
-        self.path = path
         self._file = path.open("rb")
         self._prefix = f"[rank {rank}] ".encode()
         self._console = console

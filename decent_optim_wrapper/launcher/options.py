@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from decent_optim_wrapper.checks import take_fields
 from decent_optim_wrapper.comm.store_url import EXAMPLE, STORE_VARIABLE, StoreUrl, read_endpoint
 
 
@@ -76,13 +77,11 @@ def read_arguments(args: argparse.Namespace) -> LaunchOptions:
     Raises:
         ValueError: an option is malformed or out of range, or contradicts another one.
     """
-    names = {each.name for each in fields(LaunchOptions)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    given["command"] = (*args.prefix, args.script, *args.arguments)
+    given = {**vars(args), "command": (*args.prefix, args.script, *args.arguments)}
     if "endpoint" in given:
         host, port = read_endpoint(args.endpoint)
         # As an address of IPv6 is written before a port.
         given["endpoint"] = host.strip("[]"), port
     if args.store is not None:
         given["store"] = StoreUrl.parse(args.store)
-    return LaunchOptions(**given)
+    return take_fields(LaunchOptions, given)

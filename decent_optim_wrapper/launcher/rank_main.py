@@ -6,9 +6,7 @@ rank.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
-import importlib
 import json
 import os
 import runpy
@@ -17,6 +15,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from importlib import import_module, util
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -29,24 +28,29 @@ class _Hidden(MetaPathFinder, Loader):
     """Hides what is imported until the script imports it.
 
     torch reads many variables when it is imported. If the script has set any by then, it starts
-    again, without these imports.
+    again, without these imports. A child that it has forked does not: it is no second rank.
     """
 
     def __init__(self) -> None:
-        self._environ, self._folder = dict(os.environ), Path.cwd()
+        self._environ, self._folder, self._pid = dict(os.environ), Path.cwd(), os.getpid()
         names = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
         self._modules = {name: sys.modules.pop(name) for name in names}
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in self._modules else None
+        if name not in self._modules:
+            return None
+        # With its place, for code that asks for that before it imports the package, or never does.
+        path = self._modules[name].__file__
+        return util.spec_from_file_location(name, path, loader=self, submodule_search_locations=[])
 
     def exec_module(self, _: ModuleType) -> None:
-        if os.environ != self._environ:
+        if os.environ != self._environ and os.getpid() == self._pid:
             os.chdir(self._folder)
             os.execve(sys.executable, sys.orig_argv, self._environ)
-        sys.meta_path.remove(self)
+        # In this order, and without remove(): another thread may import one of them meanwhile.
         sys.modules.update(self._modules)
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
 
 
 def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
@@ -72,7 +76,7 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
         for name in _IMPORTED if is_spare else ():
             # The script will say why, if it needs them.
             with suppress(Exception):
-                importlib.import_module(name)
+                import_module(name)
         message, files, *_ = socket.recv_fds(connection, 65536, 2)
     if not message or os.getppid() != launcher:
         # The launcher has ended.
@@ -90,7 +94,7 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     sys.argv[:] = command
     loader = SourceFileLoader("__main__", str(Path(script).absolute()))
     module = sys.modules["__main__"] = ModuleType("__main__")
-    vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=builtins)
+    vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=__builtins__)
     if is_module:
         runpy._run_module_as_main(sys.argv.pop(1))  # type: ignore[attr-defined]  # noqa: SLF001
     else:
