@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     Late,
     NonFiniteError,
-    PeerError,
     Schedule,
 )
 from decent_optim_wrapper.config import OnNonfinite
@@ -286,29 +284,6 @@ def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
     for rank, row in enumerate(rows):
         assert row.isfinite().all() or (policy, rank) == ("raise", 1)
         assert torch.equal(row, rows[0]) or policy == "raise"
-
-
-def test_a_peer_lost_before_a_call_is_named() -> None:
-    stepped = threading.Barrier(4)
-
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        params = make_params()
-        optimizer = wrap(params, group, timeout=5)
-        take_drawn_steps(optimizer, params, rank, range(3))
-        # Or a slow rank would meet the loss in a step.
-        stepped.wait(30)
-        if rank == 1:
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step(lambda: 1 / 0)
-            return "rank 1"
-        # Until its connections are closed.
-        time.sleep(0.2)
-        with pytest.raises(PeerError) as caught:
-            optimizer.consensus_distance()
-        return str(caught.value)
-
-    texts = run_threads(4, main)
-    assert all("rank 1" in text for text in texts), texts
 
 
 def test_a_model_with_collectives_is_refused_on_all_ranks() -> None:
