@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 import torch.distributed as dist
 from modules import (
     Training,
-    adamw,
     backward,
     batch,
     fill,
@@ -28,8 +25,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
-
-from decent_optim_wrapper import PeerError
 
 IN_BACKWARD = pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 
@@ -200,22 +195,6 @@ def test_an_error_of_the_user_changes_nothing_or_is_remembered(
     assert not torch.equal(flat(model), before)
 
 
-def test_a_backward_pass_raises_the_loss_of_a_peer() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = wrap(make_model(), group, topology="ring", timeout=1.0)
-        train(model, rank, range(2))
-        if rank == 0:
-            train(model, rank, range(2, 3))
-            loss = loss_of(model, rank, 3)
-            before = flat(model)
-            with pytest.raises(PeerError) as error:
-                backward(loss)
-            assert error.value.rank == 1
-            assert torch.equal(flat(model), before)
-
-    run_threads(2, main)
-
-
 class Wanted(nn.Module):
     """Reads the weights of its last layer in the first one, too, without a gradient there."""
 
@@ -286,24 +265,6 @@ def test_buffers_are_averaged_if_asked(averaged: bool) -> None:
         assert running[0] == rank + 1
 
     run_threads(2, main)
-
-
-def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
-    module = make_model()
-    dropped = wrap(module, None)
-    train(dropped, 0, range(1))
-    gone = weakref.ref(dropped)
-    del dropped
-    gc.collect()
-    assert gone() is None
-    before = flat(module)
-    backward(loss_of(module, 0, 1))
-    assert torch.equal(flat(module), before)
-    assert module[0].weight.grad is not None
-    module.zero_grad()
-    again = wrap(module, None, adamw)
-    train(again, 0, range(1, 3))
-    assert again.optimizer.round == 2
 
 
 @IN_BACKWARD
