@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel
-from decent_optim_wrapper.elastic import recovery
 
 OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
 
@@ -41,18 +39,11 @@ def in_module(name: str, source: str, **names: Any) -> Any:
     return namespace["function"]
 
 
-def with_a_scheduler(rank: int, group: dist.ProcessGroup) -> None:
-    params = make_params(dtype=torch.float32)
-    optimizer = wrap(params, group, Masters(params, lr=0.005))
-    LambdaLR(optimizer, lambda step: 1.0)
-    for _ in range(30):
-        backward(params, rank, 0)
-        optimizer.step()
-
-
 def in_a_training_loop(rank: int, group: dist.ProcessGroup) -> None:
     params = make_params(dtype=torch.float32)
     optimizer = wrap(params, group, Masters(params, lr=0.005))
+    # It wraps the step, in a frame of its own.
+    LambdaLR(optimizer, lambda step: 1.0)
     fit = in_module("lightning.pytorch.loops", "def function(step):\n    step()\n")
     for _ in range(30):
         backward(params, rank, 0)
@@ -84,7 +75,6 @@ def alone(rank: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("main", "words", "line"),
     [
-        (with_a_scheduler, OWN_COPY, "optimizer.step()"),
         (in_a_training_loop, OWN_COPY, "fit(optimizer.step)"),
         (in_a_backward_pass, OWN_COPY, ".backward()"),
         (from_other_seeds, "tensors by rank: {1: 5} (of 5)", "DecentOptimWrapper("),
@@ -105,28 +95,3 @@ def test_a_warning_is_given_once_and_points_at_the_line_of_the_user(
     assert Path(warning.filename).name == Path(__file__).name
     lines, first = inspect.getsourcelines(main)
     assert [text for text in lines if line in text] == [lines[warning.lineno - first]]
-
-
-class Schedule15:
-    """A scheduler that remembers more than can be sent."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": {1, 5}}
-
-
-def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of() -> None:
-    base = sgd(make_params())
-    parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
-    gossip = mock.MagicMock()
-    gossip.pipeline.session.transport.rank = 0
-    replaced = dict.fromkeys(("broadcast", "gossip_state", "send_state"), mock.DEFAULT)
-    with (
-        mock.patch.multiple(recovery, **replaced) as calls,
-        caught("it is not sent to the rank that comes back") as found,
-    ):
-        hand_over = recovery.HandOver(base, gossip, (), parts, mock.Mock(), mock.Mock())
-        hand_over(donor=0, takes=False)
-    (warning,) = found
-    assert "the state of Schedule15" in str(warning.message)
-    (_, _, states), _ = calls["send_state"].call_args.args
-    assert [state is None for state in states] == [False, True]
