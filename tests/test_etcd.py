@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -172,14 +171,6 @@ def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
 def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         EtcdStore(**{"endpoints": "host:2379", "prefix": "run", **arguments})
-
-
-def test_without_the_client_the_error_says_what_to_install() -> None:
-    with (
-        mock.patch.dict(sys.modules, {"pyetcd": None}),
-        pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[etcd\]'"),
-    ):
-        EtcdStore("host:2379", "run")
 
 
 def train_and_fork(endpoints: str, rank: int) -> NoReturn:
