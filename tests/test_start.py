@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import oracle
-from modules import make_model
-from modules import wrap as wrap_module
 from problem import flatten, make_params, sgd, take_steps, wrap
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
@@ -91,17 +88,6 @@ def test_an_error_of_one_rank_ends_the_start_on_all_of_them() -> None:
             assert words in text
     expected = oracle(TopologyFactory.create("greedy", 3), 3, True, sgd)
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
-
-
-def test_an_error_of_one_module_ends_the_start_of_all() -> None:
-    said = "TypeError: grad_clip_norm expects"
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        options: dict[str, Any] = {"grad_clip_norm": "x"} if rank else {}
-        text = error_of(lambda: wrap_module(make_model(), group, **options))
-        assert text.startswith(said) if rank else f"rank 1 raised {said}" in text
-
-    run_threads(2, main)
 
 
 NAN = float("nan")
@@ -227,23 +213,6 @@ def start_in_odd_places(rank: int) -> list[int]:
 @pytest.mark.slow
 def test_processes_agree_on_their_nodes() -> None:
     assert run_processes(4, start_in_odd_places, local_world_size=2) == [[2, 1, 1, 4]] * 4
-
-
-def fail_on_rank_1(rank: int) -> tuple[str, float]:
-    dist.init_process_group("gloo")
-    start, elastic = time.monotonic(), 5 if rank == 1 else Elastic()
-    with pytest.raises((TypeError, ValueError)) as caught:
-        wrap(make_params(), timeout=80, elastic=elastic)
-    return f"{caught.typename}: {caught.value}", time.monotonic() - start
-
-
-@pytest.mark.slow
-def test_processes_that_meet_in_a_store_learn_why_another_one_cannot_start() -> None:
-    for rank, (text, seconds) in enumerate(run_processes(3, fail_on_rank_1)):
-        assert "TypeError: elastic expects" in text
-        assert text.startswith("TypeError") == (rank == 1)
-        assert ("rank 1 could not start" in text) == (rank != 1)
-        assert seconds < 40, "it has waited for the timeout"
 
 
 class Tilted(Topology):
