@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
-from torch.testing._internal.two_tensor import TwoTensor
 
 from decent_optim_wrapper import Elastic
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
@@ -272,15 +271,6 @@ class Doubled(torch.optim.SGD):
 doubled = partial(Doubled, lr=0.1)
 
 
-def quantised() -> nn.Module:
-    """A model with a frozen weight that is made of two tensors."""
-    model = make_model()
-    weight = model.get_parameter("0.weight").detach()
-    frozen = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-    model.get_submodule("0").register_parameter("weight", frozen)
-    return model
-
-
 def hooked(named: Any) -> torch.optim.Optimizer:
     return in_one_call(sgd(named))
 
@@ -307,7 +297,6 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (ValueError, "LBFGS evaluates its closure", {"optim_fn": torch.optim.LBFGS}),
         (ValueError, "no step hooks, got SGD", {"optim_fn": hooked, "update_in_backward": True}),
         (ValueError, "bucket .* got Doubled", {"optim_fn": doubled, "update_in_backward": True}),
-        (TypeError, "0.weight is a TwoTensor.* in a DecentOptimWrapper", {"model": quantised()}),
     ],
 )
 def test_wrong_arguments_are_refused(error: Any, match: str, changes: dict[str, Any]) -> None:
