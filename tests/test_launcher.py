@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from etcd_servers import EtcdServers, require_etcd
+from etcd_servers import EtcdServers, free_ports, require_etcd
 from launched import Launched, Launcher, children, hurried, ours
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
@@ -261,11 +261,6 @@ def test_signals_reach_the_ranks_and_a_second_one_of_those_that_end_them_kills_t
     assert "is started again" not in launcher.printed
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @contextmanager
 def node(
     folder: Path, number: int, port: int, launcher: Launcher = hurried, backoff: str = "0.1"
@@ -280,7 +275,7 @@ def node(
 
 
 def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     with node(tmp_path, 0, port) as first, node(tmp_path, 1, port) as second:
         second.kill()
         end(first, "sys.exit(1)", 1)
@@ -294,7 +289,7 @@ def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
 def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
     seconds: float, comes_back: bool, tmp_path: Path
 ) -> None:
-    port, waiting = free_port(), partial(hurried, seconds=seconds)
+    port, waiting = free_ports(1)[0], partial(hurried, seconds=seconds)
     with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, waiting) as second:
         # The launcher of node 1 has found the store.
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -324,7 +319,7 @@ def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
 def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_ended(
     tmp_path: Path,
 ) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     # The other node hears of it within a second, or so.
     with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, backoff="2") as second:
         end(first, WELL, 0, 1)
