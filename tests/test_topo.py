@@ -279,12 +279,3 @@ def test_a_formula_that_contradicts_itself_is_refused(
     kind = type("Derived", (base,), methods)
     with pytest.raises(error, match=words):
         kind(world_size).schedule(1)
-
-
-def test_the_most_derived_class_decides_how_a_topology_is_defined() -> None:
-    class Longer(Ring):
-        def phases(self) -> list[Any]:
-            return [*super().phases(), [[0, 2]]]
-
-    assert Longer(4).period == 3
-    assert Longer(4).schedule(2) == (*Ring(4).schedule(2), Group([0, 2]))
