@@ -66,10 +66,11 @@ def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path
     assert "no luck 2" in (tmp_path / "logs" / "rank_1" / "start_3.stderr.log").read_text()
 
 
-# Each ends as it is told.
+# Tells where it is and how to find the others, and ends as it is told.
 OBEDIENT = """
+tell(f"environ {rank} {life}", json.dumps(dict(os.environ)))
 tell(f"pid {rank} {life}", os.getpid())
-tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ["MASTER_PORT"])
+tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ.get("MASTER_PORT", ""))
 wait_for(f"end {rank} {life}")
 exec(Path(f"end {rank} {life}").read_text())
 """
@@ -111,11 +112,7 @@ def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_
     options = (*TWO, "--backoff", "0.2", "--max-restarts", "9", "--log-dir", "logs")
     logs = tmp_path / "logs" / "rank_0"
     with Launched(tmp_path, OBEDIENT, *options) as launcher:
-        ranks = {int(launcher.told(f"pid {rank} 0")) for rank in (0, 1)}
-        launcher.wait_until(lambda: len(children(launcher.pid)) == 3)
-        # The spare process: the rank does not need it.
-        (spare,) = children(launcher.pid) - ranks
-        os.kill(spare, signal.SIGKILL)
+        launcher.told("life 0 0")
         logs.rename(tmp_path / "elsewhere")
         logs.write_text("in the way")
         end(launcher, KILLED, 0)
@@ -333,14 +330,6 @@ def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_en
         assert first.end() == 0
 
 
-# Tells where it is and how to find the others, and waits.
-MEETING = """
-tell(f"environ {rank} {life}", json.dumps(dict(os.environ)))
-tell(f"pid {rank} {life}", os.getpid())
-wait_for(f"end {rank}")
-"""
-
-
 def store_of(launcher: Launched, rank: int, life: int = 0) -> Any:
     """The store that one of two ranks finds."""
     found = find_launched_store(json.loads(launcher.told(f"environ {rank} {life}")), None)
@@ -355,13 +344,12 @@ def torchruns(command: Sequence[str]) -> int:
 
 
 def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
-    with Launched(tmp_path, MEETING, "--standalone", *TWO, launcher=torchruns) as launcher:
+    with Launched(tmp_path, OBEDIENT, "--standalone", *TWO, launcher=torchruns) as launcher:
         stores = [store_of(launcher, rank) for rank in (0, 1)]
         for rank, store in enumerate(stores):
             store.set(f"from {rank}", str(rank))
         assert [stores[1 - rank].get(f"from {rank}") for rank in (0, 1)] == [b"0", b"1"]
-        for rank in (0, 1):
-            launcher.tell(f"end {rank}")
+        end(launcher, WELL, 0, 1)
         assert launcher.end() == 0
 
 
@@ -376,23 +364,17 @@ def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
         for number in range(2):
             earlier.set(f"node/{number}", "ended")
         options = ("--nnodes", "2", "--backoff", "0.1", "--store", url, "--node-rank")
-        nodes = [stack.enter_context(Launched(tmp_path, MEETING, *options, node)) for node in "01"]
+        nodes = [stack.enter_context(Launched(tmp_path, OBEDIENT, *options, node)) for node in "01"]
         store_of(nodes[1], 1).set("from 1", "before")
         cluster.kill(cluster.leader())
         os.kill(int(nodes[0].told("pid 0 0")), signal.SIGKILL)
         # Comes back, and finds the other one.
         assert store_of(nodes[0], 0, life=1).get("from 1") == b"before"
         nodes[1].kill()
-        nodes[0].tell("end 0")
+        end(nodes[0], WELL, 0, life=1)
         assert nodes[0].end() == 0
     assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
     assert not cluster.alive()
-
-
-def test_variables_of_a_store_that_are_wrong_are_named() -> None:
-    environ = {"RANK": "7", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with pytest.raises(ValueError, match="contradict each other"):
-        find_launched_store({**environ, "DECENT_STORE": "etcd://host:2379/run"}, None)
 
 
 ETCD = "etcd://host:2379/run"
