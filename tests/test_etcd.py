@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,23 +209,6 @@ def test_ranks_start_a_group_over_it_and_fork_and_end(servers: EtcdServers) -> N
     for rank in ranks:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-
-
-def end_during_calls(port: int) -> NoReturn:
-    begin_process()
-    # As the library uses it: from C++, to which a thread must not return while Python ends.
-    store = PrefixStore("run", EtcdStore(f"127.0.0.1:{port}", "hanging"))
-    calls = [in_background(partial(store.check, ["key"])) for _ in range(3)]
-    time.sleep(1.0)
-    assert not any(call.done() for call in calls)
-    end_interpreter()
-
-
-def test_a_process_ends_well_during_calls_that_nobody_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        process = start_process(end_during_calls, silent.getsockname()[1])
-        process.join(60)
-        assert process.exitcode == 0
 
 
 # What the table of the guide says of a fault.
