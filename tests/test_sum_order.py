@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from copy import deepcopy
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from modules import Training, batch
+from modules import Training
 from ranks import run_threads
 from torch import Tensor
 
@@ -61,38 +60,3 @@ def test_the_order_of_the_sums_changes_no_bit(
     assert orders == [given[0]] * 2 + [expected_order] * (STEPS - 2)
     assert orders != given
     assert all(map(torch.equal, rows, expected))
-
-
-def test_a_loaded_run_sums_in_one_order_on_all_ranks(
-    sizes: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if a forward pass of one rank alone has received the round that is dropped."""
-    note = SumOrder.note
-    calls: Counter[SumOrder] = Counter()
-
-    def note_more(self: SumOrder, group: tuple[int, ...], _: int) -> None:
-        calls[self] += 1
-        note(self, group, 0 if calls[self] < 3 else 2)
-
-    monkeypatch.setattr(SumOrder, "note", note_more)
-
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        expected, training = (
-            Training(rank, group, "backward", topology="complete") for _ in range(2)
-        )
-        expected.train(range(6))
-        training.train(range(2))
-        saved = deepcopy(training.called.state_dict())
-        training.train([2, 3])
-        if rank == 0:
-            # It hears that the next round could begin with more buckets.
-            training.model(batch(rank, 4))
-        sizes[rank].clear()
-        training.called.load_state_dict(saved)
-        training.train(range(2, 6))
-        assert torch.equal(training.end(), expected.end())
-        return training.end()
-
-    run_threads(RANKS, main)
-    assert sizes[0] == sizes[1] == sizes[2]
-    assert len(set(sizes[0])) > 2
