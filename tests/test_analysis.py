@@ -94,13 +94,6 @@ def dense_rounds(topology: Topology, start: int = 0) -> int | None:
     return None
 
 
-def test_an_average_reached_over_more_than_a_period_counts_as_exact() -> None:
-    topology = listed(4, [[[0, 2], [1, 3]], [[0, 3]], [[0, 1], [2, 3]]])
-    assert rounds_to_consensus(topology) == dense_rounds(topology) == 4
-    assert consensus_rate(topology) == 0
-    assert math.isfinite(steady_error(topology))
-
-
 def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
     known = {
         TopologyFactory.create("ring", 6): pytest.approx(0.5),
