@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel
 
 OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
-
-
-@contextmanager
-def caught(words: str) -> Iterator[list[warnings.WarningMessage]]:
-    """The warnings that contain these words; those of all threads, after the body."""
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        found: list[warnings.WarningMessage] = []
-        yield found
-    found += [each for each in record if words in str(each.message)]
 
 
 def in_module(name: str, source: str, **names: Any) -> Any:
@@ -89,9 +78,10 @@ def test_a_warning_is_given_once_and_points_at_the_line_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with caught(words) as found:
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
         run_threads(2, main)
-    (warning,) = found
+    (warning,) = (each for each in record if words in str(each.message))
     assert Path(warning.filename).name == Path(__file__).name
     lines, first = inspect.getsourcelines(main)
     assert [text for text in lines if line in text] == [lines[warning.lineno - first]]
