@@ -150,7 +150,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "RuntimeError: .*gradient of 0.0 is torch.sparse_coo": sparse_gradient,
     "TypeError: .*not wrapped yet, got DecentOptim": lambda: wrap([], base=wrap(make_params())),
     "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),
-    "ValueError: .*'torus'; the known.* complete, ring": lambda: TopologyFactory.create("torus", 4),
 }
 
 
