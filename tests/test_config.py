@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_type_hints
 from unittest import mock
 
 import pytest
@@ -103,13 +103,10 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
 
 
 @pytest.mark.parametrize("record", [Schedule(), Elastic(), Late(2), AsItArrives()])
-def test_a_field_of_a_record_is_documented_checked_and_constant(record: Any) -> None:
+def test_a_field_of_a_record_is_documented_and_checked(record: Any) -> None:
     kind = type(record)
     names = [name for name in defaults(kind) if name not in OLD]
     assert documented(kind) == names == [*checks_of(kind)]
-    for name in names:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(record, name, None)
 
 
 def test_the_ranks_compare_every_setting() -> None:
@@ -137,11 +134,9 @@ LATE: dict[str, Any] = {"schedule": Schedule(gossip_every=4), "overlap": Late(2)
 # The options of the ranks, and what both say about rank 1.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"schedule": Schedule(mixing_rate=0.5)}, "mixing_rate=0.5"),
-    ({}, {"overlap": AsItArrives(3)}, "overlap=AsItArrives(max_steps=3)"),
     (LATE, {**LATE, "overlap": Late(4)}, "overlap=Late(steps=4)"),
     ({}, {"extensions": [StateAverage()]}, "StateAverage"),
     (TRACKED, {"extensions": [StateGossip("momentum_buffer")]}, "StateGossip('momentum"),
-    ({}, {"extensions": [outer(0.5)]}, "OuterOptimizer(SGD"),
     ({"extensions": [outer(0.5)]}, {"extensions": [outer(1.5)]}, "OuterOptimizer(SGD({'lr': 1.5"),
 ]
 
@@ -220,9 +215,7 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
 
 @dataclasses.dataclass(frozen=True)
 class TwoSteps(Pacing):
-    """A round travels under two steps."""
-
-    needs_snapshot: ClassVar[bool] = True
+    """A round travels under two steps, as with `Late(2)`."""
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
         return age >= 2
@@ -236,7 +229,13 @@ def test_a_round_that_would_be_left_out_because_another_travels_is_an_error() ->
         for overlap, every in ((TwoSteps(), 1), (Late(2), 1), (AsItArrives(), 2)):
             with pytest.raises(ValueError, match=re.escape(f"overlap={overlap!r} expects")):
                 wrap(params, group, overlap=overlap, schedule=Schedule(gossip_every=every))
-        optimizer = wrap(params, group, overlap=TwoSteps(), schedule=Schedule(gossip_every=2))
-        take_steps(optimizer, params, rank, range(6))
+        ends = []
+        for overlap in (TwoSteps(), Late(2)):
+            params = make_params(seed=rank)
+            optimizer = wrap(params, group, overlap=overlap, schedule=Schedule(gossip_every=2))
+            take_steps(optimizer, params, rank, range(6))
+            ends.append(flatten(params))
+        assert torch.equal(*ends)
+        assert not torch.equal(ends[0], flatten(make_params(seed=rank)))
 
     run_threads(2, main)

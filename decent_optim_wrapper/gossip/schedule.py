@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
 from decent_optim_wrapper.checks import CheckedFields, whole
@@ -79,14 +80,12 @@ class RoundSchedule(NamedTuple):
 
     def plan(self, round: int, mixing_rate: float) -> RoundPlan:
         """What this rank does in a round; the mixing rate of an exact average is 1."""
-        match self.kind(round):
-            case RoundKind.IDLE:
-                return RoundPlan(RoundKind.IDLE, Group([self.rank]), 1.0)
-            case RoundKind.AVERAGE:
-                return RoundPlan(RoundKind.AVERAGE, self._everyone, 1.0)
-            case RoundKind.GOSSIP:
-                phase = round // self.intervals.gossip_every % len(self.phases)
-                return RoundPlan(RoundKind.GOSSIP, self.phases[phase], mixing_rate)
+        kind = self.kind(round)
+        if kind is RoundKind.GOSSIP:
+            phase = round // self.intervals.gossip_every % len(self.phases)
+            return RoundPlan(kind, self.phases[phase], mixing_rate)
+        group = self._everyone if kind is RoundKind.AVERAGE else Group([self.rank])
+        return RoundPlan(kind, group, 1.0)
 
     def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
         """What this rank does in a round, or in the next one that is not idle.
@@ -124,15 +123,11 @@ class Pacing:
         synchronous: whether all ranks mix a round in the same step. Otherwise rounds are counted
             separately from steps, a thread waits for them, and ranks may make different numbers of
             steps.
-        needs_snapshot: whether local updates may change the parameters between the launch of a
-            round and its mixing. A copy of the parameters at the launch is then kept, and only the
-            change by the mixing is added.
         mixes_early: whether a bucket is mixed between two steps, before a forward pass reads its
             parameters. A step then mixes only the buckets that no forward pass has read.
     """
 
     synchronous: ClassVar[bool] = True
-    needs_snapshot: ClassVar[bool] = False
     mixes_early: ClassVar[bool] = False
 
     def mixes_in_step(self, round: int) -> bool:
@@ -154,6 +149,15 @@ class Pacing:
         """Number of steps from the launch of a round to the one that waits for it at the latest."""
         ages = range(1, _LONGEST_FLIGHT)
         return next((age for age in ages if self.is_due(age, lambda: False)), _LONGEST_FLIGHT)
+
+    @cached_property
+    def needs_snapshot(self) -> bool:
+        """True if local updates may change the parameters while a round is in flight.
+
+        A copy of the parameters at the launch is then kept, and only the change by the mixing is
+        added. Otherwise the mean over the ranks would move.
+        """
+        return not self.synchronous or self.longest_flight > 1
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,6 @@ class Late(CheckedFields, Pacing):
         ValueError: `steps` is below 2. ``overlap=True`` mixes after one step.
     """
 
-    needs_snapshot: ClassVar[bool] = True
     steps: Annotated[int, whole(2, "a number of steps", " steps")]
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
@@ -224,7 +227,6 @@ class AsItArrives(CheckedFields, Pacing):
     """
 
     synchronous: ClassVar[bool] = False
-    needs_snapshot: ClassVar[bool] = True
     max_steps: Annotated[int, whole(1, "a number of steps", " step")] = 16
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
