@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "DDP" in times:
             print(f"\nwith {optimizer}:\n{times_table(ratios, times)}")
     if args.picture:
-        draw_ratios(*found["AdamW"], args.picture, what="time to DDP's loss, DDP's relative to it")
+        draw_ratios(*found["AdamW"], args.picture, what="times as fast to DDP's loss as DDP")
 
 
 if __name__ == "__main__":
