@@ -61,14 +61,12 @@ class Launched:
 
     def __init__(self, folder: Path, script: str, *options: str, launcher: Launcher = ours) -> None:
         self._folder = folder
-        number = len(list(folder.glob("script_*.py")))
-        path = folder / f"script_{number}.py"
+        path = folder / f"script_{len([*folder.glob('script_*.py')])}.py"
         path.write_text(PROLOGUE + script)
-        self._printed = folder / f"printed_{number}"
+        self._printed = path.with_suffix(".printed")
         command = (*options, path.stem if "-m" in options else str(path))
-        self.process = start_process(
-            *(_launch, launcher, command, folder, self._printed), daemon=False
-        )
+        arguments = _launch, launcher, command, folder, self._printed
+        self.process = start_process(*arguments, daemon=False)
         assert self.process.pid is not None
         self.pid = self.process.pid
 

@@ -189,20 +189,22 @@ if __name__ == "__main__":
 IMPORT = "import torch; seen += [torch.get_num_threads()]"
 # torch reads it when it is imported.
 CHANGED = f"change(); {IMPORT}"
-IN_CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
+OTHER = 'sys.path[:0] = ["other"]; import torch; seen += [torch.__file__]'
+CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("options", "imports", "is_spare"),
-    [((), IN_CHILD, "True"), (("-m",), "pass", "True"), ((), CHANGED, "False")],
+    [((), CHILD, "True"), (("-m",), "pass", "True"), ((), CHANGED, "False"), ((), OTHER, "False")],
 )
 def test_a_process_that_has_imported_torch_becomes_the_rank_that_dies(
     options: tuple[str, ...], imports: str, is_spare: str, tmp_path: Path
 ) -> None:
     script, soon = RETURNING.replace("IMPORT", imports), partial(hurried, spare=0.5)
+    (tmp_path / "other" / "torch").mkdir(parents=True)
+    (tmp_path / "other" / "torch" / "__init__.py").touch()
     with Launched(tmp_path, script, *options, launcher=soon) as launcher:
-        launcher.told("seen 0")
         launcher.wait_until(lambda: len(children(launcher.pid)) == 2)
         (spare,) = children(launcher.pid) - {int(launcher.told("pid 0"))}
         launcher.wait_until(lambda: "libtorch" in Path(f"/proc/{spare}/maps").read_text())

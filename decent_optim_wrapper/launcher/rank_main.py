@@ -10,25 +10,24 @@ import ctypes
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
 from contextlib import suppress
-from importlib import import_module, util
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib import abc, import_module, machinery, util
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
 _IMPORTED = "torch", "decent_optim_wrapper"
 
 
-class _Hidden(MetaPathFinder, Loader):
+class _Hidden(abc.MetaPathFinder, abc.Loader):
     """Hides what is imported until the script imports it.
 
-    torch reads many variables when it is imported. If the script has set any by then, it starts
-    again, without these imports. A child that it has forked does not: it is no second rank.
+    torch reads many variables when it is imported. If the script has set any by then, or finds
+    another installation in `sys.path`, it starts again, without these imports. A child that it has
+    forked does not: it is no second rank.
     """
 
     def __init__(self) -> None:
@@ -37,15 +36,18 @@ class _Hidden(MetaPathFinder, Loader):
         self._modules = {name: sys.modules.pop(name) for name in names}
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> machinery.ModuleSpec | None:
         if name not in self._modules:
             return None
         # With its place, for code that asks for that before it imports the package, or never does.
         path = self._modules[name].__file__
         return util.spec_from_file_location(name, path, loader=self, submodule_search_locations=[])
 
-    def exec_module(self, _: ModuleType) -> None:
-        if os.environ != self._environ and os.getpid() == self._pid:
+    def exec_module(self, module: ModuleType) -> None:
+        spec = machinery.PathFinder.find_spec(module.__name__)
+        # None where a finder of an editable installation has found it.
+        is_same = spec in (None, self._modules[module.__name__].__spec__)
+        if not (is_same and os.environ == self._environ) and os.getpid() == self._pid:
             os.chdir(self._folder)
             os.execve(sys.executable, sys.orig_argv, self._environ)
         # In this order, and without remove(): another thread may import one of them meanwhile.
@@ -72,7 +74,7 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     with socket.socket(fileno=descriptor) as connection:
-        is_spare = not select.select([connection], [], [], pause)[0]
+        is_spare = not wait([connection], pause)
         for name in _IMPORTED if is_spare else ():
             # The script will say why, if it needs them.
             with suppress(Exception):
@@ -88,11 +90,11 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     # From here on as the interpreter starts a script.
     sys.orig_argv[:] = sys.executable, "-u", *command
     # It starts a folder or an archive in another way.
-    if not is_spare or not script.endswith(("-m", ".py")):
+    if not is_spare or not (is_module or script.endswith(".py")):
         os.execv(sys.executable, sys.orig_argv)
     _Hidden()
     sys.argv[:] = command
-    loader = SourceFileLoader("__main__", str(Path(script).absolute()))
+    loader = machinery.SourceFileLoader("__main__", str(Path(script).absolute()))
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=__builtins__)
     if is_module:
