@@ -386,8 +386,8 @@ REFUSED = [
     ("--endpoint 29500 train.py", "expected host:port, with a port from 1 to 65535, got '29500'"),
     ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
     ("--store host1:2379 train.py", "expected a store as 'etcd://host1:2379,host2"),
-    ("--store etcd://a:1,host:99999/run x.py", "a port from 1 to 65535, got 'host:99999'"),
     (f"--store {ETCD}?colour=red train.py", "unknown options ['colour']"),
+    ("no_such.py --lr 1", "there is no script 'no_such.py' in "),
     ("", "required: script.py"),
 ]
 
@@ -413,7 +413,7 @@ def test_a_missing_client_and_a_taken_port_are_errors_before_any_rank_is_started
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with mock.patch.dict(sys.modules, {"pyetcd": None}):
-        assert "pip install '.[etcd]'" in refusal(f"--store {ETCD} train.py", capsys)
+        assert "pip install '.[etcd]'" in refusal(f"--store {ETCD} -m train", capsys)
     with socket.create_server(("", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        assert "in use" in refusal(f"--endpoint {endpoint} train.py", capsys)
+        port = server.getsockname()[1]
+        assert "in use" in refusal(f"--endpoint 127.0.0.1:{port} -m train", capsys)

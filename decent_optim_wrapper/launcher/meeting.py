@@ -41,8 +41,7 @@ def find_meeting(options: LaunchOptions) -> Meeting:
     """
     if (url := options.store) is not None:
         store, run_id = url.open(_CONNECT), f"{url.endpoints}/{url.prefix}"
-        environ = {STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}
-        return Meeting(environ, lambda: store)
+        return Meeting({STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store)
     host, port = options.endpoint or ("127.0.0.1", 0)
 
     def connect() -> TCPStore:

@@ -29,7 +29,7 @@ class LaunchOptions:
         log_dir: folder for the output of each rank; None keeps the output only if a rank fails.
 
     Raises:
-        ValueError: an option is out of range, or contradicts another one.
+        ValueError: an option is out of range, or contradicts another one, or there is no script.
     """
 
     command: tuple[str, ...]
@@ -48,8 +48,9 @@ class LaunchOptions:
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must be below {self.nnodes}, got {self.node_rank}")
         if self.nnodes > 1 and not self.endpoint and not self.store:
-            text = f"--nnodes {self.nnodes} needs --endpoint host:port, the same on all nodes: "
-            raise ValueError(f"{text}the host of node 0, and a free port there")
+            raise ValueError(f"--nnodes {self.nnodes} needs --endpoint host:port, a port of node 0")
+        if self.command[0] != "-m" and not Path(self.command[0]).exists():
+            raise ValueError(f"there is no script {self.command[0]!r} in {Path.cwd()}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=int, metavar="N", help="number of this node; 0 by default")
     add("--max-restarts", type=int, metavar="N", help="restarts of each rank; 3 by default")
     add("--backoff", type=float, metavar="N", help="seconds before the first one; 1 by default")
-    add("--endpoint", metavar="HOST:PORT", help="where node 0 holds the store")
+    add("--endpoint", metavar="HOST:PORT", help="node 0 and a free port there, on all nodes")
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
     add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
     add("--log-dir", type=Path, help="a folder for the output of each rank")
