@@ -56,8 +56,6 @@ def _fork_server(spawn: Any, _: object, command: list[str], kept: list[int]) -> 
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: PTH123, SIM115
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     faulthandler.disable()
-    warnings.resetwarnings()
-    warnings.simplefilter("ignore", DeprecationWarning)
     util.spawnv_passfds = spawn
     # Held when this process was forked.
     forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # noqa: SLF001
