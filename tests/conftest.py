@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +85,33 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Fork the process from which ranks are forked, before pytest sets up what ranks do without."""
+# What a test that starts processes has imported.
+STARTERS = {
+    "KeptRanks",
+    "Launched",
+    "start_process",
+    "start_server",
+    "run_on_mesh",
+    "run_processes",
+    "run_script",
+    "run_script_on_ranks",
+    "RestartableProcesses",
+    "TrainingProcesses",
+    "ranks_on",
+}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what ranks are forked with before the time of a test runs."""
     # What is imported stays: each full collection looks at it for a third of a second, those of
     # tests and the five at the end of the session.
     gc.freeze()
-    slow = any(item.get_closest_marker("slow") for item in session.items)
-    if slow and not session.config.option.collectonly:
+    if session.config.option.collectonly:
+        return
+    slow = (item for item in session.items if item.get_closest_marker("slow"))
+    if any(
+        STARTERS & vars(item.module).keys() for item in slow if isinstance(item, pytest.Function)
+    ):
         from ranks import start_process
 
         # What ranks print belongs to a test, and not between the dots.
@@ -100,4 +119,3 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         capture.resume_global_capture()
         start_process(os.getpid).join()
         capture.suspend_global_capture()
-    return (yield)
