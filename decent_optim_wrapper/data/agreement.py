@@ -44,6 +44,7 @@ def agree(
     # Some may not have finished the last agreement, but all took part in it. A rank that was
     # dropped may have finished one that the others have not.
     latest = max(known, key=lambda rank: (len(known[rank].dealing[2]), rank not in newcomers))
+    # To look at the batches of later steps deals out their epochs, which the change must not find.
     dealing, before = Dealing(*known[latest].dealing), Dealing(*known[latest].dealing)
     stay = {r: known[r] for r in dealing.members if r in known and r not in newcomers}
     gone = [rank for rank in dealing.members if rank not in stay]

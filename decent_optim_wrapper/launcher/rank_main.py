@@ -37,6 +37,7 @@ class _Hidden(abc.MetaPathFinder, abc.Loader):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, *_: object) -> machinery.ModuleSpec | None:
+        """Find what is hidden; see `importlib.abc.MetaPathFinder`."""
         if name not in self._modules:
             return None
         # With its place, for code that asks for that before it imports the package, or never does.
@@ -44,6 +45,7 @@ class _Hidden(abc.MetaPathFinder, abc.Loader):
         return util.spec_from_file_location(name, path, loader=self, submodule_search_locations=[])
 
     def exec_module(self, module: ModuleType) -> None:
+        """Show all that is hidden, or start the script again; see `importlib.abc.Loader`."""
         spec = machinery.PathFinder.find_spec(module.__name__)
         # None where a finder of an editable installation has found it.
         is_same = spec in (None, self._modules[module.__name__].__spec__)
