@@ -76,9 +76,12 @@ def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result
     errors: dict[int, BaseException] = {}
     # One that ends early would close the connections to a rank that still connects.
     connected = threading.Barrier(world_size, timeout=TIMEOUT.total_seconds())
+    cpu = ctypes.CDLL(None).sched_getcpu()
 
     def run(rank: int) -> None:
         try:
+            # Ranks of one interpreter take turns. On several cores, every turn would wake one.
+            os.sched_setaffinity(0, {cpu})
             group = process_group(store, rank, world_size)
             connected.wait()
             results[rank] = main(rank, group)
