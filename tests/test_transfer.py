@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from problem import TINY_CAP_MB, flatten, in_one_call, make_params, take_steps
-from ranks import run_processes, run_threads
+from ranks import TIMEOUT, run_processes, run_threads
 from torch import Tensor, nn, optim
+from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 
 wrap = partial(problem.wrap, topology="ring")
@@ -133,6 +137,20 @@ def ranges_in_a_profile(rank: int) -> set[str]:
         take_steps(optimizer, params, rank, range(2))
     dist.destroy_process_group()
     return {event.key for event in recorded.key_averages()}
+
+
+def test_the_threads_of_our_communicators_take_no_core_from_one_that_sends() -> None:
+    policy, threads = os.sched_getscheduler(0), Path("/proc/self/task")
+    before = set(threads.iterdir())
+    try:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        communicator = connect_gloo(HashStore(), 0, 1, TIMEOUT)
+        made = set(threads.iterdir()) - before
+        assert {os.sched_getscheduler(int(each.name)) for each in made} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    finally:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    assert communicator.size() == 1
 
 
 @pytest.mark.slow

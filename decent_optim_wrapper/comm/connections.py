@@ -250,9 +250,8 @@ class Connections:
                 f"torch.distributed.ProcessGroup, or use a topology of pairs and no timeout"
             )
         store = PrefixStore("-".join(map(str, ranks)), self._store)
-        place, timeout = ranks.index(self.rank), self._timeout
+        place, timeout, stop = ranks.index(self.rank), self._timeout, self._should_stop
         try:
-            stop = self._should_stop
             return new_communicator(self._world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]

@@ -106,8 +106,7 @@ class FailureReports:
             silent: whether they did not answer in time; otherwise a connection was closed.
         """
         several = len(suspects) > 1
-        seconds = _SILENT_SECONDS if silent or several else _CLOSED_SECONDS
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (_SILENT_SECONDS if silent or several else _CLOSED_SECONDS)
         loss = PeerLoss(sorted(suspects))
         while time.monotonic() < deadline:
             found = self._try(lambda store: self._look(store, suspects))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import within
@@ -61,9 +62,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def store_of(group: Any) -> Any | None:
-    """The store that the group was built on; None if torch does not know it."""
-    if is_registered(group):
-        return _get_process_group_store(group)
+    """The store that the group was built on; None for a raw backend."""
     return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
@@ -164,7 +163,16 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         RuntimeError: a member is missing; the connections made are closed.
     """
     # In a list, so that the error, which holds this frame, does not hold the group.
-    made: list[Any] = [dist.ProcessGroupGloo(store, rank, size, timeout)]
+    made: list[Any] = []
+    policy = os.sched_getscheduler(0)
+    try:
+        # Its thread tries a lock again and again while a send holds it. Woken by that send, it
+        # would take the sender's core, and keep it for milliseconds. This one takes no core.
+        if policy == os.SCHED_OTHER:
+            _schedule(os.SCHED_BATCH)
+        made.append(dist.ProcessGroupGloo(store, rank, size, timeout))
+    finally:
+        _schedule(policy)
     leave_to_parent(made[0])
     try:
         made[0].allreduce([torch.ones(1, device="cpu")]).wait(timeout)
@@ -173,6 +181,13 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         abort(made)
         raise
     return made[0]
+
+
+def _schedule(policy: int) -> None:
+    """Set how Linux schedules this thread, and those that it starts."""
+    # Some sandboxes have no other policy.
+    with suppress(OSError):
+        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from decent_optim_wrapper.comm.connections import Closure, Connections
@@ -288,12 +288,9 @@ class Transport(Connections):
             ranks: the ranks; this one may be among them.
             tag: as in `exchange`.
         """
-        pending = []
-        for rank in ranks:
-            if rank != self.rank:
-                row = torch.empty_like(message)
-                pending.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row))
-        return pending
+        rows = {rank: torch.empty_like(message) for rank in ranks if rank != self.rank}
+        exchange = partial(self.exchange, message, tag=tag)
+        return [PendingMessage(peer, exchange(row, peer), row) for peer, row in rows.items()]
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
         """Let collectives wait for a thread that still packs, codes and posts."""
@@ -307,10 +304,8 @@ class Transport(Connections):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor`, of any dtype, with the tensor of rank `source`; collective."""
         if self.world_size > 1 and tensor.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank = source
             data = tensor.view(torch.uint8)
-            self._collective(tensor, lambda world: world.broadcast([data], options))
+            self._collective(tensor, lambda world: world.broadcast(data, source))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack the tensors of all ranks, of the same shape and dtype; collective.
