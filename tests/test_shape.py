@@ -32,7 +32,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_046, "gossip": 1_645, "wire": 1_286, "comm": 1_148, "start": 847, "elastic": 780},
+    **{"": 1_045, "gossip": 1_645, "wire": 1_286, "comm": 1_148, "start": 847, "elastic": 780},
     **{"launcher": 550, "planning": 309, "checkpoint": 480, "topo": 556, "extensions": 520},
     **{"ddp": 499, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
 }
