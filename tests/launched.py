@@ -65,7 +65,7 @@ class Launched:
         path.write_text(PROLOGUE + script)
         self._printed = path.with_suffix(".printed")
         command = (*options, path.stem if "-m" in options else str(path))
-        arguments = _launch, launcher, command, folder, self._printed
+        arguments = launch, launcher, command, folder, self._printed
         self.process = start_process(*arguments, daemon=False)
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -123,7 +123,7 @@ class Launched:
         self.wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def _launch(launcher: Launcher, command: Sequence[str], folder: Path, printed: Path) -> None:
+def launch(launcher: Launcher, command: Sequence[str], folder: Path, printed: Path) -> None:
     print_to(printed)
     os.chdir(folder)
     sys.exit(launcher(command))

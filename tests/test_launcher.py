@@ -168,11 +168,18 @@ def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> N
         launcher.told("uploaded")
 
 
+# In the place of what a spare process imports, which takes seconds: test_after_a_kill.py has torch.
+STAND_INS = {
+    "stand_ins/torch/__init__.py": "import os, torch.nn; threads = os.environ['OMP_NUM_THREADS']",
+    "stand_ins/torch/nn.py": "",
+    "stand_ins/decent_optim_wrapper.py": "import os, torch; open(f'ready {os.getpid()}', 'w')",
+    "other/torch/__init__.py": "",
+}
 # Sees itself, also from a process that it has spawned.
 RETURNING = """
 import importlib.util, multiprocessing, pickle
 def look(_):
-    found = importlib.util.find_spec("torch").submodule_search_locations, "torch" in sys.modules
+    found = importlib.util.find_spec("torch").submodule_search_locations, "torch.nn" in sys.modules
     return sys.argv, sys.orig_argv, sys.path, __name__, __file__, found
 def change():
     os.environ["OMP_NUM_THREADS"] = "2"; import torch
@@ -186,14 +193,18 @@ if __name__ == "__main__":
     wait_for(f"end {life}")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-IMPORT = "import torch; seen += [torch.get_num_threads()]"
+IMPORT = "import torch; seen += [torch.threads, look(0)]"
 # torch reads it when it is imported.
 CHANGED = f"change(); {IMPORT}"
 OTHER = 'sys.path[:0] = ["other"]; import torch; seen += [torch.__file__]'
 CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
 
 
-@pytest.mark.timeout(240)
+def beside_stand_ins(command: Sequence[str]) -> int:
+    os.environ["PYTHONPATH"] = "stand_ins"
+    return hurried(command, spare=0.3)
+
+
 @pytest.mark.parametrize(
     ("options", "imports", "is_spare"),
     [((), CHILD, "True"), (("-m",), "pass", "True"), ((), CHANGED, "False"), ((), OTHER, "False")],
@@ -201,13 +212,14 @@ CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
 def test_a_process_that_has_imported_torch_becomes_the_rank_that_dies(
     options: tuple[str, ...], imports: str, is_spare: str, tmp_path: Path
 ) -> None:
-    script, soon = RETURNING.replace("IMPORT", imports), partial(hurried, spare=0.5)
-    (tmp_path / "other" / "torch").mkdir(parents=True)
-    (tmp_path / "other" / "torch" / "__init__.py").touch()
-    with Launched(tmp_path, script, *options, launcher=soon) as launcher:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = RETURNING.replace("IMPORT", imports)
+    with Launched(tmp_path, script, *options, launcher=beside_stand_ins) as launcher:
         launcher.wait_until(lambda: len(children(launcher.pid)) == 2)
         (spare,) = children(launcher.pid) - {int(launcher.told("pid 0"))}
-        launcher.wait_until(lambda: "libtorch" in Path(f"/proc/{spare}/maps").read_text())
+        launcher.told(f"ready {spare}")
         launcher.tell("end 0")
         assert launcher.told("seen 1") == launcher.told("seen 0")
         assert launcher.told("pid 1") == str(spare)
