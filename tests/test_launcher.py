@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from etcd_servers import EtcdServers, free_ports, require_etcd
+from etcd_servers import etcd_servers, free_ports
 from launched import Launched, Launcher, children, hurried, ours
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
@@ -370,8 +370,7 @@ def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
     """That training does, too, is in test_etcd.py: no rank here imports torch."""
-    require_etcd()
-    with EtcdServers(3) as cluster, ExitStack() as stack:
+    with etcd_servers(3) as cluster, ExitStack() as stack:
         url = f"etcd://{cluster.endpoints}/run"
         # An earlier run has used the prefix.
         earlier = PrefixStore("decent_optim_wrapper/launcher", EtcdStore(cluster.endpoints, "run"))
@@ -388,7 +387,7 @@ def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
         end(nodes[0], WELL, 0, life=1)
         assert nodes[0].end() == 0
     assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
-    assert not cluster.alive()
+    assert not cluster.processes
 
 
 ETCD = "etcd://host:2379/run"
