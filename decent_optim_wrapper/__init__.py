@@ -1,7 +1,5 @@
 """Decentralised data-parallel training for PyTorch: an optimizer wrapper that gossips."""
 
-from importlib.metadata import version as _version
-
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.etcd_store import EtcdStore
 from decent_optim_wrapper.config import Elastic, Schedule
@@ -14,6 +12,7 @@ from decent_optim_wrapper.extensions.state_gossip import StateGossip
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log
+from decent_optim_wrapper.start.setup import __version__
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -40,7 +39,5 @@ __all__ = [
     "TopologyFactory",
     "__version__",
 ]
-
-__version__ = _version("decent-optim-wrapper")
 
 _configure_log()

@@ -12,6 +12,7 @@ import numbers
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torch.optim import Optimizer
@@ -37,10 +38,11 @@ def check_fields(record: Any) -> None:
         TypeError: a value has the wrong type.
         ValueError: a value is out of range.
     """
-    for name, check in checks_of(type(record)).items():
+    for name, check in checks_of(record.__class__).items():
         object.__setattr__(record, name, check(name, getattr(record, name)))
 
 
+@cache
 def checks_of(kind: type) -> dict[str, Check]:
     """The check of each field of a dataclass whose annotation has one."""
     hints = get_type_hints(kind, include_extras=True).items()
@@ -50,8 +52,7 @@ def checks_of(kind: type) -> dict[str, Check]:
 class CheckedFields:
     """A base of dataclasses, whose fields are checked when an instance is made."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    __post_init__ = check_fields
 
 
 def expect(condition: bool, text: str, value: Any) -> None:

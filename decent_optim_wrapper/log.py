@@ -10,8 +10,6 @@ from loguru import logger
 
 _PACKAGE = "decent_optim_wrapper"
 _SUMMARY = f"{_PACKAGE}.start.summary"
-# The sink that loguru adds when it is imported.
-_DEFAULT_SINK = 0
 
 
 def configure() -> None:
@@ -28,5 +26,6 @@ def configure() -> None:
     if level == "info":
         # If there are only sinks of the user's own, their levels hold.
         with suppress(ValueError):
-            logger.remove(_DEFAULT_SINK)
+            # The sink that loguru adds when it is imported.
+            logger.remove(0)
             logger.add(sys.stderr, filter={_PACKAGE: "INFO"})

@@ -14,6 +14,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class Data(NamedTuple):
     labels: Tensor
 
 
+# Ranks that are threads of one process read them once.
+read_digits = cache(load_digits)
 # The test accuracy, and the MiB that this rank has sent since the start, for each epoch.
 History = list[tuple[float, float]]
 
@@ -62,7 +65,7 @@ def start_world() -> DistInfo:
 
 def load_data(rank: int, size: int, device: torch.device, by_digit: bool) -> tuple[Data, Data]:
     """The training scans of one of `size` ranks (equally many on each), and all test scans."""
-    digits = load_digits()
+    digits = read_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, device=device)
     # The split is the same for every seed, so that accuracies can be compared.

@@ -107,8 +107,9 @@ def parse_arguments() -> argparse.Namespace:
 def load_data(shards: str, place: int, count: int, device: torch.device) -> Data:
     """The text of one of `count` shards of equally many characters, and the text to validate on."""
     texts = [topics[name] for name in sorted(topics)]
-    alphabet = {symbol: number for number, symbol in enumerate(sorted(set().union(*texts)))}
-    codes = [torch.tensor([alphabet[symbol] for symbol in text], device=device) for text in texts]
+    whole = torch.frombuffer(bytearray("".join(texts), "utf-32-le"), dtype=torch.int32)
+    alphabet, numbers = whole.unique(return_inverse=True)
+    codes = numbers.to(device).split([len(text) for text in texts])
     parts = [code.tensor_split([len(code) * 9 // 10]) for code in codes]
     learnt, held_out = (torch.cat(part) for part in zip(*parts, strict=True))
     if shards == "shuffled":

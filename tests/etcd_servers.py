@@ -2,177 +2,113 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from tempfile import TemporaryDirectory
-from typing import Self
 
 import pytest
 
-SECONDS_TO_START = 30.0
 
-
-def require_etcd() -> None:
-    """Skip the test where etcd is not installed, unless CI has installed it."""
-    if shutil.which("etcd") and shutil.which("etcdctl"):
-        return
-    text = "needs the etcd and etcdctl programs: apt-get install etcd-server etcd-client"
-    if os.environ.get("ETCD_INSTALLED"):
-        pytest.fail(f"{text}; CI has installed them, but they are not on the PATH")
-    pytest.skip(text)
+@contextmanager
+def etcd_servers(size: int, tls: bool = False) -> Iterator[EtcdServers]:
+    """A cluster of servers; skips the test where etcd is missing, unless CI has installed it."""
+    if not (shutil.which("etcd") and shutil.which("etcdctl")):
+        text = "needs the etcd and etcdctl programs: apt-get install etcd-server etcd-client"
+        (pytest.fail if os.environ.get("ETCD_INSTALLED") else pytest.skip)(text)
+    # In memory: a busy disk delays every answer.
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        cluster = EtcdServers(folder, size, make_certificate(folder) if tls else None)
+        try:
+            for server in range(size):
+                cluster.start(server)
+            # Answered once they have a leader.
+            cluster.control("get", "any")
+            yield cluster
+        finally:
+            for server in [*cluster.processes]:
+                cluster.kill(server)
 
 
 class EtcdServers:
     """A cluster of servers.
 
     Args:
+        folder: where they keep their data.
         size: number of servers.
-        tls: whether they take TLS only, with a certificate that is made for this test.
+        certificate: file with a certificate, its own authority, beside its key: for TLS only.
     """
 
-    def __init__(self, size: int, tls: bool = False) -> None:
-        self._ports = free_ports(2 * size)
-        self._tls = tls
-        # In memory: a busy disk delays every answer.
-        memory = Path("/dev/shm")
-        self._folder = TemporaryDirectory(dir=memory if memory.is_dir() else None)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        if self._tls:
-            make_certificate(self.certificate, self._key)
-        for server in range(self.size):
-            self.start(server)
-        deadline = time.monotonic() + SECONDS_TO_START
-        while True:
-            try:
-                self.control("get", "any")
-                return self
-            except subprocess.SubprocessError as error:
-                if time.monotonic() > deadline:
-                    self.__exit__()
-                    raise TimeoutError(f"etcd has not started: {error}") from error
-                time.sleep(0.1)
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        self._folder.cleanup()
-
-    @property
-    def size(self) -> int:
-        return len(self._ports) // 2
+    def __init__(self, folder: str, size: int, certificate: str | None = None) -> None:
+        self._folder, self.certificate = folder, certificate
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(2 * size)]
+        self._clients, self._peers = addresses[:size], addresses[size:]
+        # Those that have not been killed.
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def endpoints(self) -> str:
-        return ",".join(map(self.endpoint, range(self.size)))
-
-    def endpoint(self, server: int) -> str:
-        return f"127.0.0.1:{self._ports[server]}"
-
-    @property
-    def certificate(self) -> str:
-        """The servers' certificate, which is its own authority."""
-        return f"{self._folder.name}/cert.pem"
-
-    @property
-    def _key(self) -> str:
-        return f"{self._folder.name}/key.pem"
+        return ",".join(self._clients)
 
     def start(self, server: int) -> None:
         """Start a server, for the first time or again."""
-        scheme = "https" if self._tls else "http"
-        client = f"{scheme}://{self.endpoint(server)}"
-        peers = [f"http://127.0.0.1:{port}" for port in self._ports[self.size :]]
-        cluster = ",".join(f"{number}={peer}" for number, peer in enumerate(peers))
+        scheme = "https" if self.certificate else "http"
+        client, peer = f"{scheme}://{self._clients[server]}", f"http://{self._peers[server]}"
+        cluster = ",".join(f"{number}=http://{each}" for number, each in enumerate(self._peers))
         command = [
-            *("etcd", "--name", str(server)),
-            *("--data-dir", f"{self._folder.name}/{server}"),
+            *("etcd", "--name", str(server), "--data-dir", f"{self._folder}/{server}"),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
-            *("--listen-peer-urls", peers[server]),
-            *("--initial-advertise-peer-urls", peers[server], "--initial-cluster", cluster),
-            *("--auto-compaction-retention", "5m", "--logger", "zap"),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", cluster, "--auto-compaction-retention", "5m"),
         ]
-        if self._tls:
-            command += ["--cert-file", self.certificate, "--key-file", self._key]
-        log = Path(self._folder.name) / f"{server}.log"
-        with log.open("ab") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file)
-        self._processes[server] = process
+        if self.certificate:
+            command += ["--cert-file", self.certificate, "--key-file", f"{self._folder}/key.pem"]
+        nowhere = subprocess.DEVNULL
+        self.processes[server] = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
 
     def kill(self, server: int) -> None:
         """End a server without a word."""
-        self._processes[server].kill()
-        self._processes[server].wait()
-
-    def stop(self, server: int) -> None:
-        """Let a server hang: it keeps its connections, and answers nobody."""
-        self._processes[server].send_signal(signal.SIGSTOP)
-
-    def alive(self) -> list[int]:
-        return [number for number, each in self._processes.items() if each.poll() is None]
+        process = self.processes.pop(server)
+        process.kill()
+        process.wait()
 
     def leader(self) -> int:
         """The server that leads the others."""
         rows = [line.split(", ") for line in self.control("endpoint", "status").splitlines()]
-        leading = {endpoint for endpoint, _, _, _, leads, *_ in rows if leads == "true"}
-        return next(number for number in self.alive() if self.endpoint(number) in leading)
+        return next(self._clients.index(row[0]) for row in rows if row[4] == "true")
 
     def control(self, *command: str) -> str:
         """Run etcdctl, and return what it prints."""
-        options = ["--endpoints", self.endpoints]
-        if self._tls:
-            options += ["--cacert", self.certificate]
-        done = subprocess.run(
-            ["etcdctl", *options, *command],
-            env={**os.environ, "ETCDCTL_API": "3"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        waits = ("--dial-timeout", "30s", "--command-timeout", "30s")
+        full = ["etcdctl", "--endpoints", self.endpoints, *waits, *command]
+        if self.certificate:
+            full += ["--cacert", self.certificate]
+        done = subprocess.run(full, capture_output=True, text=True, check=True, timeout=40)
         return done.stdout
 
 
-def make_certificate(certificate: str, key: str) -> None:
-    """A certificate for this machine, signed with its own key."""
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-keyout", key, "-out", certificate, "-subj", "/CN=etcd"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+def make_certificate(folder: str) -> str:
+    """A certificate for this machine, signed with its own key, which is beside it."""
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=etcd -keyout key.pem"
+    command += " -out cert.pem -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True, timeout=60)
+    return f"{folder}/cert.pem"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, nor on the next ones, where servers reach each other.
+    """Ports that nobody listens on.
 
     Below those that the system gives to connections, which come and go until a server starts.
     """
-    drawn = random.SystemRandom().sample(range(11_000, 31_000, 2), 500)
-    ports = list(itertools.islice(filter(_are_free, drawn), count))
-    assert len(ports) == count
-    return ports
+    drawn = random.SystemRandom().sample(range(11_000, 31_000), 500)
+    return list(islice(filter(_is_free, drawn), count))
 
 
-def _are_free(port: int) -> bool:
-    try:
-        with (
-            socket.create_server(("127.0.0.1", port)),
-            socket.create_server(("127.0.0.1", port + 1)),
-        ):
-            return True
-    except OSError:
-        return False
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,24 @@ _FREE = re.compile("prim::|view|detach|alias|slice|select|split|unbind|expand|em
 def _is_known(path: str) -> bool:
     """Whether it is a file of the library, or of torch's optimizers."""
     return path.startswith(_PACKAGE) or "/torch/optim/" in path
+
+
+# What torch calls its newest implementation.
+NCCL = "nccl2"
+
+
+class Call(NamedTuple):
+    """What a group was asked for.
+
+    Args:
+        group: its place among the communicators made; -1 for the user's own.
+        name: what was called.
+        device: the kind of device.
+    """
+
+    group: int
+    name: str
+    device: str
 
 
 class Noted(NamedTuple):
@@ -83,15 +102,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # What it copies from there, in this order, and how many of these copies are over for sure.
         self.copied: list[Tensor] = []
         self.over = 0
-        # While the peers are played.
-        self.muted = False
+        # What groups were asked for.
+        self.calls: list[Call] = []
         # Counts the steps: an event of an earlier one is over by now.
         self.step = 0
 
     def note(self, kind: str, what: str) -> None:
         """Note something, unless the user's code or the base's update asks for it."""
-        if self.muted:
-            return
         # The innermost first, without their source lines, which would have to be read.
         codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
         known = [code for code in codes if _is_known(code.co_filename)]
@@ -107,19 +124,26 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.pop("pin_memory", None):
             return self._pin(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
-        copied = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
+        to_gpu = device is not None and torch.device(device).type == "cuda"
         on_gpu = any(map(is_cuda, leaves))
         if on_gpu and func in _READS:
             self.note("read", str(func))
             return True if args[0].dtype == torch.bool else 1.0
-        if func is aten._foreach_copy_.default and on_gpu and not all(map(is_cuda, copied)):
-            # Torch makes one copy for each tensor; those by `copy_` come to `copy`.
+        if func is aten._foreach_copy_.default and on_gpu and not all(map(is_cuda, tensors)):
+            # Torch makes one copy for each tensor.
             self.note("copy", str(func))
             return None
-        if func is aten._to_copy.default and self._changes_device(args[0], device):
-            return self._move(args[0], kwargs)
-        if not (on_gpu or (device is not None and torch.device(device).type == "cuda")):
+        if func is aten.copy_.default and is_cuda(tensors[0]) != is_cuda(tensors[1]):
+            return self._copy(*args)
+        if func is aten._to_copy.default and device is not None and to_gpu != is_cuda(args[0]):
+            with self:
+                made = torch.empty(
+                    args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=device
+                )
+                return made.copy_(args[0], non_blocking=kwargs.get("non_blocking", False))
+        if not (on_gpu or to_gpu):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if not _FREE.search(func.name()):
@@ -139,11 +163,10 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = tensor.untyped_storage().data_ptr()
         return any(start == each.untyped_storage().data_ptr() for each in self._pinned)
 
-    def copy(self, target: Tensor, source: Tensor, waits: bool) -> Tensor:
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy between devices; what comes from a GPU are ones."""
-        there = source if is_cuda(target) else target
         # Torch cannot copy to and from other memory while the host goes on.
-        waits = waits or not self.is_pinned(there)
+        waits = not (non_blocking and self.is_pinned(source if is_cuda(target) else target))
         self.note("copy" if waits else "call", "copy_")
         if is_cuda(target) and not waits:
             self.copied.append(source)
@@ -158,21 +181,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in self.copied[self.over :]:
             if each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
                 self.note("overwrite", f"{target.nbytes} bytes")
-
-    @staticmethod
-    def _changes_device(source: Tensor, device: Any) -> bool:
-        return device is not None and (torch.device(device).type == "cuda") != is_cuda(source)
-
-    def _move(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        free = kwargs.get("non_blocking") and not is_cuda(source) and self.is_pinned(source)
-        self.note("call" if free else "copy", "to")
-        if free:
-            self.copied.append(source)
-        dtype = kwargs.get("dtype") or source.dtype
-        if is_cuda(source):
-            with unset_fake_temporarily():
-                return torch.ones(source.shape, dtype=dtype)
-        return torch.empty(source.shape, dtype=dtype, device="cuda:0")
 
 
 class FakeEvent:
@@ -218,46 +226,28 @@ class FakeGroup(dist.ProcessGroup):
 
     def __init__(self, mode: FakeCuda, rank: int, size: int, kind: str, number: int = -1) -> None:
         super().__init__(rank, size)
-        self._number = number
-        self._mode, self._rank, self._size, self.kind = mode, rank, size, kind
+        self._mode, self._number, self.kind = mode, number, kind
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._receives: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        # What was called, with the kind of device.
-        self.calls: list[tuple[str, str]] = []
-        # The same on GPUs, of all communicators together: which of them, by its place in `made`.
-        self.on_gpu: list[tuple[int, str]] = []
         # Those of the backend for GPUs.
         self.options = SimpleNamespace(_timeout=timedelta(minutes=1))
         # The communicators that the library has made of this group.
         self.made: list[FakeGroup] = []
 
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
-
     def get_group_store(self) -> Any:
         """Where communicators are built."""
         return self._store
-
-    @property
-    def _nccl(self) -> str:
-        """What torch calls its newest implementation of NCCL."""
-        return "nccl2"
 
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type == "cpu" and "gloo" not in self.kind:
             raise RuntimeError("No backend type associated with device type cpu")
         on_nccl = torch.device(device).type == "cuda" and "nccl" in self.kind
         return SimpleNamespace(
-            name=lambda: self._nccl if on_nccl else "gloo",
+            name=lambda: NCCL if on_nccl else "gloo",
             supports_coalescing=on_nccl,
             options=self.options,
-            abort=lambda: self.calls.append(("abort", "cuda")),
-            shutdown=lambda: self.calls.append(("shutdown", "cuda")),
+            abort=lambda: self._called("abort", device),
+            shutdown=lambda: self._called("shutdown", device),
             rank=lambda: 0,
             size=lambda: 1,
         )
@@ -269,24 +259,17 @@ class FakeGroup(dist.ProcessGroup):
         return self._called("exchange", device)
 
     def _called(self, call: str, device: torch.device) -> FakeWork:
-        backend = self._get_backend(device)
-        if backend.name() == "gloo" and device.type == "cuda":
+        name = self._get_backend(device).name()
+        if name == "gloo" and device.type == "cuda":
             raise RuntimeError(f"{call} of CUDA tensors over gloo makes the host wait")
-        self.calls.append((call, device.type))
-        if device.type == "cuda":
-            self.on_gpu.append((self._number, call))
-        count = sum(each == call for _, each in self.on_gpu)
-        return FakeWork(self._mode, backend.name() == self._nccl, f"{call} {count}")
-
-    def _play(self, target: Tensor, source: Tensor) -> None:
-        self._mode.muted = True
-        target.copy_(source)
-        self._mode.muted = False
+        calls = self._mode.calls
+        calls.append(Call(self._number, call, device.type))
+        return FakeWork(self._mode, name == NCCL, f"{call} {len(calls)}")
 
     def allreduce(self, data: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
         """All ranks add the same."""
         if not is_cuda(data[0]):
-            data[0].mul_(self._size)
+            data[0].mul_(self.size())
         return self._called("allreduce", data[0].device)
 
     def broadcast(self, data: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
@@ -295,21 +278,21 @@ class FakeGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
         """All ranks give the same."""
-        for output in outputs[0]:
-            self._play(output, inputs[0])
+        for output in () if is_cuda(inputs[0]) else outputs[0]:
+            output.copy_(inputs[0])
         return self._called("allgather", inputs[0].device)
 
     def recv(self, data: list[Tensor], peer: int, tag: int) -> FakeWork:  # type: ignore[override]
         """The peer sends what this rank does."""
         if not is_cuda(data[0]):
             self._mode.check_unread(data[0])
-        self._receives[peer, tag].append(data[0])
+            self._receives[peer, tag].append(data[0])
         return self._called("recv", data[0].device)
 
     def send(self, data: list[Tensor], peer: int, tag: int) -> FakeWork:  # type: ignore[override]
         """The peer sends the same."""
         if self._receives[peer, tag]:
-            self._play(self._receives[peer, tag].pop(0), data[0])
+            self._receives[peer, tag].pop(0).copy_(data[0])
         return self._called("send", data[0].device)
 
 
@@ -327,59 +310,17 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
     def communicator(like: FakeGroup, store: Any, rank: int, size: int, *_: Any) -> FakeGroup:
         both = "cpu:gloo,cuda:nccl" if "nccl" in like.kind else "gloo"
         made = FakeGroup(mode, rank, size, both, number=len(group.made))
-        made.on_gpu = group.on_gpu
         group.made.append(made)
         return made
-
-    optimizer = torch.optim.Optimizer
-    make, index, copy = torch.tensor, torch.Tensor.__getitem__, torch.Tensor.copy_
-    item = torch.Tensor.item
-
-    # Torch's own of these would ask the driver.
-    def indexed(tensor: Tensor, key: Any) -> Tensor:
-        if not is_cuda(tensor):
-            return index(tensor, key)
-        for dimension, part in reversed(list(enumerate(key if isinstance(key, tuple) else (key,)))):
-            if isinstance(part, slice):
-                start, stop, _ = part.indices(tensor.shape[dimension])
-                tensor = tensor.narrow(dimension, start, stop - start)
-            else:
-                tensor = tensor.select(dimension, part)
-        return tensor
-
-    def read(tensor: Tensor) -> float:
-        if not is_cuda(tensor):
-            return item(tensor)
-        mode.note("read", "item")
-        return 0.0
-
-    def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if is_cuda(target) and is_cuda(source):
-            mode.note("call", "copy_")
-            return target
-        if (is_cuda(target) or is_cuda(source)) and "cpu" in (
-            target.device.type,
-            source.device.type,
-        ):
-            return mode.copy(target, source, waits=not non_blocking)
-        return copy(target, source, non_blocking)
-
-    def tensor(data: Any, **kwargs: Any) -> Tensor:
-        device = torch.device(kwargs.pop("device", None) or "cpu")
-        made = make(data, device="cpu", **kwargs)
-        return made.to(device) if device.type == "cuda" else made
 
     with (
         warnings.catch_warnings(),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.synchronize", return_value=None),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
-        mock.patch("torch.tensor", tensor),
-        mock.patch.object(torch.Tensor, "__getitem__", indexed),
-        mock.patch.object(torch.Tensor, "copy_", copied),
-        mock.patch.object(torch.Tensor, "item", read),
-        mock.patch.object(torch.Tensor, "__float__", read),
-        mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
+        mock.patch.object(Optimizer, "_accelerator_graph_capture_health_check", return_value=None),
+        # Torch does without a driver then.
+        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         mock.patch.object(connections, "new_communicator", communicator),
         mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),
         mock.patch.object(parameters, "overlapping", return_value=None),

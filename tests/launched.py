@@ -65,7 +65,7 @@ class Launched:
         path.write_text(PROLOGUE + script)
         self._printed = path.with_suffix(".printed")
         command = (*options, path.stem if "-m" in options else str(path))
-        arguments = _launch, launcher, command, folder, self._printed
+        arguments = launch, launcher, command, folder, self._printed
         self.process = start_process(*arguments, daemon=False)
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -123,28 +123,21 @@ class Launched:
         self.wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def _launch(launcher: Launcher, command: Sequence[str], folder: Path, printed: Path) -> None:
+def launch(launcher: Launcher, command: Sequence[str], folder: Path, printed: Path) -> None:
     print_to(printed)
     os.chdir(folder)
     sys.exit(launcher(command))
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started, and that have not ended."""
-    found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
-    return {each for each in found if parent_of(each) == pid}
+    """The processes that the main thread of a process has started."""
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process has not ended."""
-    return parent_of(pid) is not None
-
-
-def parent_of(pid: int) -> int | None:
-    """The process that has started a process; None if that has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    state, parent = stat.rpartition(")")[2].split()[:2]
-    return None if state == "Z" else int(parent)
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Linear(WIDTH, HIDDEN)
+        self.enter = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.leave = nn.Linear(HIDDEN, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 

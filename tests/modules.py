@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -180,12 +179,6 @@ class Training:
             backward(loss(self.called, self.rank, step))
             if self.called is self.model:
                 self.optimizer.step()
-
-    def load(self, other: Training, parts: Iterable[str] = ("model", "optimizer")) -> None:
-        """Go on where another one is, whose parts are saved and loaded in this order."""
-        saved = [(part, deepcopy(getattr(other, part).state_dict())) for part in parts]
-        for part, state in saved:
-            getattr(self, part).load_state_dict(state)
 
     def end(self) -> Tensor:
         """The parameters, which have moved."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +128,17 @@ take_drawn_steps = partial(take_steps, give_gradients=draw_gradients)
 
 def flatten(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1).double() for param in params])
+
+
+@cache
+def of_guide() -> dict[str, Any]:
+    """What the guide about extending defines, by name."""
+    text = (Path(__file__).parent.parent / "examples/guides/extending.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    # The last one trains with all that the others define.
+    exec("".join(blocks[:-1]), names)
+    return names
 
 
 class Held(nn.Module):

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
@@ -20,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 from unittest import mock
 
 import torch
@@ -100,6 +101,105 @@ def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result
     return [results[rank] for rank in range(world_size)]
 
 
+class Processes:
+    """Processes of ranks, which report by pipes, and which can be started again.
+
+    Args:
+        world_size: number of ranks.
+        main: called in each process with the rank, its end of a pipe and `args`. It sends keys and
+            values; what it returns is reported as "result".
+        args: further arguments.
+    """
+
+    def __init__(self, world_size: int, main: Callable[..., Any], *args: Any) -> None:
+        self.world_size = world_size
+        self._main, self._args = main, args
+        # The process of each rank that was started last.
+        self.workers: dict[int, Any] = {}
+        # Also those in whose place others have been started.
+        self._started: list[Any] = []
+        # A pipe for each life: a shared queue would stay locked by a rank that is killed.
+        self._pipes: dict[Connection, int] = {}
+        self.reports: dict[tuple[int, str], Any] = {}
+        for rank in range(world_size):
+            self.start(rank)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all that are left."""
+        for worker in self._started:
+            worker.kill()
+            worker.join()
+
+    def start(self, rank: int) -> None:
+        """Start the rank, for the first time or again."""
+        ours, theirs = PROCESSES.Pipe()
+        self._pipes[ours] = rank
+        self.workers[rank] = start_process(_work, self._main, rank, theirs, self._args)
+        self._started.append(self.workers[rank])
+        theirs.close()
+
+    def kill(self, rank: int) -> None:
+        """End the rank without a word."""
+        self.workers[rank].kill()
+        self.workers[rank].join()
+
+    def send(self, message: Any) -> None:
+        """Send something to all ranks."""
+        for pipe in self._pipes:
+            pipe.send(message)
+
+    def results(self, *ranks: int) -> list[Any]:
+        """What these ranks return, or all."""
+        return [self.wait_for(rank, "result") for rank in ranks or range(self.world_size)]
+
+    def wait_for(self, rank: int, key: str, seconds: float = 90) -> Any:
+        """What the rank reports under the key, from now on or before."""
+        self.wait_until(lambda: (rank, key) in self.reports, f"{key} of rank {rank}", seconds)
+        return self.reports.pop((rank, key))
+
+    def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        """Take reports until something is done."""
+        deadline = time.monotonic() + seconds
+        while not done():
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"waited in vain for {what}: {self.reports}"
+            self._take(remaining)
+
+    def take_all(self) -> None:
+        """Take what has been reported up to now."""
+        while any(pipe.poll() for pipe in self._pipes):
+            self._take(0)
+
+    def _take(self, seconds: float) -> None:
+        """Take one report from each rank that has some."""
+        for pipe in wait(list(self._pipes), timeout=seconds):
+            assert isinstance(pipe, Connection)
+            rank = self._pipes[pipe]
+            try:
+                key, value = pipe.recv()
+            except EOFError:
+                del self._pipes[pipe]
+                pipe.close()
+                continue
+            assert key != "error", f"rank {rank} raised:\n{value}"
+            self.reports[rank, key] = value
+
+
+def _work(main: Callable[..., Any], rank: int, pipe: Connection, args: tuple[Any, ...]) -> None:
+    begin_process()
+    try:
+        pipe.send(("result", main(rank, pipe, *args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        sys.exit(1)
+
+
 def run_processes(
     world_size: int,
     main: Callable[..., Result],
@@ -113,24 +213,22 @@ def run_processes(
     not expected to return, and are left out of the results.
     """
     store = launcher_store()
-    results: Any = PROCESSES.Queue()
     env = environment(store, world_size, local_world_size or world_size)
-    workers = [start_process(_worker, rank, env, results, main, args) for rank in range(world_size)]
-    collected: dict[int, Any] = {}
     kept = [rank for rank in range(world_size) if rank not in lost]
-    try:
-        while len(collected) < len(kept):
-            rank, value, error = results.get(timeout=90)
-            assert error is None or rank in lost, f"rank {rank} raised:\n{error}"
-            if rank not in lost:
-                collected[rank] = value
+    with Processes(world_size, _run, env, lost, main, args) as ranks:
+        results = ranks.results(*kept)
         for rank in kept:
-            workers[rank].join(30)
-        assert [workers[rank].exitcode for rank in kept] == [0] * len(kept)
-    finally:
-        for rank in lost:
-            workers[rank].kill()
-    return [collected[rank] for rank in kept]
+            ranks.workers[rank].join(30)
+        assert [ranks.workers[rank].exitcode for rank in kept] == [0] * len(kept)
+    return results
+
+
+def _run(
+    rank: int, _: Connection, env: dict[str, str], lost: Collection[int], main: Any, args: Any
+) -> Any:
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    with suppress(*[BaseException] * (rank in lost)):
+        return main(rank, *args)
 
 
 class KeptRanks:
@@ -142,60 +240,34 @@ class KeptRanks:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._workers: dict[Connection, ForkServerProcess] = {}
+        self._ranks: Processes | None = None
 
     def run(self, work: Callable[..., Result], *args: Any) -> list[Result]:
         """Run `work(*args)` on all ranks; results by rank."""
-        if not self._workers:
-            self._start()
-        ranks = {pipe: rank for rank, pipe in enumerate(self._workers)}
-        for pipe in ranks:
-            pipe.send((work, args))
-        results: dict[int, Result] = {}
-        deadline = time.monotonic() + 90
+        if self._ranks is None:
+            # They ask for it only until they have met.
+            self._store = launcher_store()
+            env = environment(self._store, self._world_size, self._world_size)
+            self._ranks = Processes(self._world_size, _serve, env)
         try:
-            while waiting := [pipe for pipe, rank in ranks.items() if rank not in results]:
-                remaining = deadline - time.monotonic()
-                assert remaining > 0, f"only ranks {sorted(results)} of {len(ranks)} have finished"
-                for ready in wait(waiting, timeout=remaining):
-                    assert isinstance(ready, Connection)
-                    results[ranks[ready]], error = ready.recv()
-                    assert error is None, f"rank {ranks[ready]} raised:\n{error}"
+            self._ranks.send((work, args))
+            return self._ranks.results()
         except BaseException:
             self.end()
             raise
-        return [results[rank] for rank in sorted(results)]
 
     def end(self) -> None:
-        for pipe, worker in self._workers.items():
-            worker.kill()
-            worker.join()
-            pipe.close()
-        self._workers.clear()
-
-    def _start(self) -> None:
-        # The workers ask for it only until they have met.
-        self._store = launcher_store()
-        env = environment(self._store, self._world_size, self._world_size)
-        for rank in range(self._world_size):
-            ours, theirs = PROCESSES.Pipe()
-            self._workers[ours] = start_process(_serve, rank, env, theirs)
-            theirs.close()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
 
-def _serve(rank: int, env: dict[str, str], pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection, env: dict[str, str]) -> None:
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-    begin_process()
     dist.init_process_group("gloo")
     while True:
-        try:
-            work, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((work(*args), None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
+        work, args = pipe.recv()
+        pipe.send(("result", work(*args)))
 
 
 def launcher_store() -> TCPStore:
@@ -306,12 +378,3 @@ def end_interpreter(code: int = 0) -> NoReturn:
     print_to(Path(os.devnull))
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("it does not return")
-
-
-def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-    begin_process()
-    try:
-        results.put((rank, main(rank, *args), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))

@@ -6,20 +6,18 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import (
     PROCESSES,
-    begin_process,
+    Processes,
     keep_no_idle_threads,
     launcher_store,
     start_process,
@@ -227,7 +225,7 @@ def train_or_tell(
     return Failure(kind, text, seconds, threads_end(patience))
 
 
-class RestartableProcesses:
+class RestartableProcesses(Processes):
     """Runs `main(rank, world_size, store, report, *args)` in a process for each rank.
 
     Args:
@@ -240,57 +238,20 @@ class RestartableProcesses:
     def __init__(
         self, world_size: int, main: Callable[..., Any], *args: Any, **options: Any
     ) -> None:
-        self.world_size = world_size
-        self._main, self._args = partial(main, **options), args
         self.store = launcher_store()
-        # The process of each rank that was started last.
-        self.workers: dict[int, Any] = {}
-        # Also those in whose place others have been started.
-        self._started: list[Any] = []
-        # A pipe for each life: a shared queue would stay locked by a rank that is killed.
-        self._pipes: dict[Connection, int] = {}
-        self.reports: dict[tuple[int, str], Any] = {}
-        # The last round that each rank has reported.
-        self._reached: Counter[int] = Counter()
-
-    def __enter__(self) -> Self:
-        for rank in range(self.world_size):
-            self.start(rank)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._started:
-            worker.kill()
-            worker.join()
-
-    def start(self, rank: int) -> None:
-        """Start the rank, for the first time or again."""
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        self._pipes[ours] = rank
-        self.workers[rank] = start_process(
-            _work, rank, self.world_size, self.store.port, theirs, self._main, self._args
-        )
-        self._started.append(self.workers[rank])
-        theirs.close()
+        main = partial(main, **options)
+        super().__init__(world_size, _meet, world_size, self.store.port, main, args)
 
     def all_reach(self, key: str) -> None:
         """Return once every rank has reported the key."""
         for rank in range(self.world_size):
             self.wait_for(rank, key)
 
-    def results(self, *ranks: int) -> list[Any]:
-        """What these ranks return, or all."""
-        return [self.wait_for(rank, "result") for rank in ranks or range(self.world_size)]
-
-    def kill(self, rank: int) -> None:
-        """End the rank without a word."""
-        self.workers[rank].kill()
-        self.workers[rank].join()
-
     def finish(self, margin: int = 30) -> None:
         """Let the ranks end some rounds after the last that one of them has reported."""
-        self._take_all()
-        self.store.set("finish", str(max(self._reached.values(), default=0) + margin))
+        self.take_all()
+        last = max(max(self._rounds(rank), default=0) for rank in range(self.world_size))
+        self.store.set("finish", str(last + margin))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
@@ -300,60 +261,34 @@ class RestartableProcesses:
         """Ask the rank to sleep before its next step."""
         self.store.set(f"delay {rank}", str(seconds))
 
-    def wait_for(self, rank: int, key: str, seconds: float = 60) -> Any:
-        """What the rank reports under the key, from now on or before."""
-        deadline = time.monotonic() + seconds
-        while (rank, key) not in self.reports:
-            remaining = deadline - time.monotonic()
-            assert remaining > 0, f"rank {rank} did not report {key}: {self.reports}"
-            self._take(remaining)
-        return self.reports.pop((rank, key))
-
     def wait_for_round(self, rank: int, number: int, seconds: float = 60) -> None:
         """Return once the rank has reported this round or a later one: while left out, it skips."""
-        deadline = time.monotonic() + seconds
-        while self._reached[rank] < number:
-            assert time.monotonic() < deadline, f"rank {rank} did not reach round {number}"
-            self._take(max(0.0, deadline - time.monotonic()))
 
-    def wait_for_members(self, rank: int, members: Members, seconds: float = 60) -> None:
+        def reached() -> bool:
+            return max(self._rounds(rank), default=0) >= number
+
+        self.wait_until(reached, f"round {number} of rank {rank}", seconds)
+
+    def wait_for_members(self, rank: int, members: Members) -> None:
         """Return once the rank reports a round, from now on, with these members."""
-        deadline = time.monotonic() + seconds
-        self._take_all()
-        while not any(
-            teller == rank and key.startswith("round ") and self.reports[teller, key] == members
-            for teller, key in self._take(max(0.0, deadline - time.monotonic()))
-        ):
-            assert time.monotonic() < deadline, f"rank {rank} did not train with {members}"
+        self.take_all()
+        before = self._rounds(rank).keys()
+
+        def trains() -> bool:
+            rounds = self._rounds(rank)
+            return members in {rounds[number] for number in rounds.keys() - before}
+
+        self.wait_until(trains, f"rank {rank} with members {members}")
 
     def ended(self) -> set[int]:
         """The ranks that have reported a result."""
-        self._take_all()
+        self.take_all()
         return {rank for rank, key in self.reports if key == "result"}
 
-    def _take_all(self) -> None:
-        """Take what has been reported up to now."""
-        while any(pipe.poll() for pipe in list(self._pipes)):
-            self._take(0)
-
-    def _take(self, seconds: float) -> set[tuple[int, str]]:
-        """Take one report from each rank that has some, and say which."""
-        taken = set()
-        for pipe in wait(list(self._pipes), timeout=seconds):
-            assert isinstance(pipe, Connection)
-            rank = self._pipes[pipe]
-            try:
-                key, value = pipe.recv()
-            except EOFError:
-                del self._pipes[pipe]
-                pipe.close()
-                continue
-            assert key != "error", f"rank {rank} raised:\n{value}"
-            if key.startswith("round "):
-                self._reached[rank] = max(self._reached[rank], int(key.split()[1]))
-            self.reports[rank, key] = value
-            taken.add((rank, key))
-        return taken
+    def _rounds(self, rank: int) -> dict[int, Members]:
+        """The members in the rounds that the rank has reported."""
+        said = {key: value for (teller, key), value in self.reports.items() if teller == rank}
+        return {int(key[6:]): value for key, value in said.items() if key.startswith("round ")}
 
 
 class TrainingProcesses(RestartableProcesses):
@@ -402,8 +337,7 @@ class StoreProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
-        assert self._process.pid is not None
-        _signal(self._process.pid, number)
+        _signal(self._process.pid or 0, number)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -429,16 +363,10 @@ def _serve(
     threading.Event().wait()
 
 
-def _work(
-    rank: int, world_size: int, port: int, pipe: Connection, main: Callable[..., Any], args: Any
-) -> None:
-    begin_process()
-    store = connect("127.0.0.1", port)
-
+def _meet(
+    rank: int, pipe: Connection, world_size: int, port: int, main: Callable[..., Any], args: Any
+) -> Any:
     def report(key: str, value: Any) -> None:
         pipe.send((key, value))
 
-    try:
-        report("result", main(rank, world_size, store, report, *args))
-    except BaseException:
-        report("error", traceback.format_exc())
+    return main(rank, world_size, connect("127.0.0.1", port), report, *args)

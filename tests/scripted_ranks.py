@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from problem import in_one_call
 from ranks import run_threads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Schedule, Topology
 
 LR, MOMENTUM = 0.1, 0.5
 REFUSED = -1.0
+# Options that say what the base is like.
+OF_BASE = {"in_one_call", "adam"}
 
 
 class Spec(NamedTuple):
@@ -58,19 +60,6 @@ class World(NamedTuple):
             dtypes.append(self.options["comm_dtype"])
         return 4 * max(torch.finfo(dtype).eps for dtype in dtypes) * (1 + calls)
 
-    def run(self, calls: list[str], same_start: bool = False) -> list[tuple[Seen, ...]]:
-        """What the ranks see at the start, which may be the same for all, and after each call."""
-
-        # Until all ranks have ended: one that is late may still connect to those that have.
-        trainers = []
-
-        def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-            trainer = Trainer(self, rank, group, 0 if same_start else rank)
-            trainers.append(trainer)
-            return trainer.perform(calls)
-
-        return list(zip(*run_threads(self.size, main), strict=True))
-
 
 class Seen(NamedTuple):
     """The values after a call, and the number that it gave: bytes of a step, a distance, or 0."""
@@ -101,40 +90,34 @@ class ScriptRunner:
 class Trainer(ScriptRunner):
     """One rank with its optimizer."""
 
-    def __init__(
-        self, world: World, rank: int, group: dist.ProcessGroup | None, start: int
-    ) -> None:
-        self.world, self.rank, self.group = world, rank, group
-        self.start, self.steps = start, 0
+    def __init__(self, world: World, rank: int, group: dist.ProcessGroup | None) -> None:
+        self.world, self.rank, self.group, self.steps = world, rank, group, 0
         self.groups = [[self.make(index) for index in range(len(world.specs))]]
         self.optimizer = self.wrap()
 
-    def make(self, index: int) -> Tensor:
+    def make(self, index: int) -> nn.Parameter:
         spec = self.world.spec(index)
         frozen = spec.frozen and index < len(self.world.specs)
-        return spec.draw(index, self.start).requires_grad_(not frozen)
+        return nn.Parameter(spec.draw(index, self.rank), not frozen)
 
     def base(self) -> Optimizer:
         return torch.optim.SGD([{"params": g} for g in self.groups], lr=LR, momentum=MOMENTUM)
 
-    def wrap(self) -> DecentOptimWrapper:
+    def wrap(self, **options: Any) -> DecentOptimWrapper:
         base = self.base()
-        options = dict(self.world.options)
-        if options.pop("in_one_call", False):
+        if self.world.options.get("in_one_call"):
             in_one_call(base)
-        of_schedule = {field.name for field in fields(Schedule)} & options.keys()
-        schedule = Schedule(**{name: options.pop(name) for name in of_schedule})
         return DecentOptimWrapper(
             base,
             topology=listed(self.world.size, self.world.phases),
             process_group=self.group,
             sync_at_start=False,
-            schedule=schedule,
+            **arguments(self.world.options),
             **options,
         )
 
     @property
-    def params(self) -> list[Tensor]:
+    def params(self) -> list[nn.Parameter]:
         return [param for group in self.groups for param in group]
 
     def copies(self) -> list[Tensor]:
@@ -173,7 +156,7 @@ class Trainer(ScriptRunner):
         """Go on with new parameters and a new wrapper, from what a checkpoint would hold."""
         state = copy.deepcopy(self.optimizer.state_dict())
         self.groups = [
-            [param.detach().clone().requires_grad_(param.requires_grad) for param in group]
+            [nn.Parameter(param.detach().clone(), param.requires_grad) for param in group]
             for group in self.groups
         ]
         self.optimizer = self.wrap()
@@ -194,6 +177,30 @@ class Trainer(ScriptRunner):
 
     def look(self) -> float:
         return self.optimizer.consensus_distance()
+
+
+def perform(
+    world: World, calls: list[str], kind: type[Trainer] = Trainer
+) -> list[tuple[Seen, ...]]:
+    """What the ranks see at the start and after each call."""
+    # Until all ranks have ended: one that is late may still connect to those that have.
+    trainers = []
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
+        trainers.append(trainer := kind(world, rank, group))
+        return trainer.perform(calls)
+
+    return list(zip(*run_threads(world.size, main), strict=True))
+
+
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """What a constructor takes, of options with fields of its schedule, and of the base."""
+    of_schedule = {field.name for field in fields(Schedule)} & options.keys()
+    given = {name: options[name] for name in options.keys() - of_schedule - OF_BASE}
+    schedule = Schedule(**{name: options[name] for name in of_schedule})
+    # A new wrapper has new ones.
+    extensions = copy.deepcopy(options.get("extensions", ()))
+    return {**given, "schedule": schedule, "extensions": extensions}
 
 
 def listed(world_size: int, value: object) -> Topology:

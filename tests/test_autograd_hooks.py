@@ -148,34 +148,23 @@ class Breaks(torch.autograd.Function):
         raise KeyError("mine")
 
 
-class Breakable(nn.Sequential):
-    """Fails in its backward pass behind the last layer, if it is to."""
-
-    breaks = False
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        *layers, last = self
-        for layer in layers:
-            inputs = layer(inputs)
-        result: Tensor = last(Breaks.apply(inputs) if self.breaks else inputs)
-        return result
-
-
 @pytest.mark.parametrize("has_gradients", [True, False], ids=["in a layer", "in the loss"])
 @IN_BACKWARD
 def test_an_error_of_the_user_changes_nothing_or_is_remembered(
     in_backward: bool | None, has_gradients: bool
 ) -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
-    module = Breakable(*make_model())
+    module = make_model()
     model = wrap(module, None, update_in_backward=in_backward, scaler=scaler)
     train(model, 0, range(2))
     before = flat(model)
-    module.breaks = has_gradients
+    # Behind the last layer, or before all of them.
+    broken = module[3] if has_gradients else module
+    hook = broken.register_forward_hook(lambda _, args, out: Breaks.apply(out))
     loss = loss_of(model, 0, 2)
+    hook.remove()
     with pytest.raises(KeyError, match="mine"):
-        backward(scaler.scale(loss if has_gradients else Breaks.apply(loss)))
-    module.breaks = False
+        backward(scaler.scale(loss))
     if in_backward is None and has_gradients:
         # The last layer was updated by then.
         assert not torch.equal(flat(model), before)
@@ -195,18 +184,6 @@ def test_an_error_of_the_user_changes_nothing_or_is_remembered(
     assert not torch.equal(flat(model), before)
 
 
-class Wanted(nn.Module):
-    """Reads the weights of its last layer in the first one, too, without a gradient there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs) * self.last.weight.detach().sum(0)
-        return self.last(hidden @ self.last.weight.detach())  # type: ignore[no-any-return]
-
-
 def overflow(param: Tensor) -> None:
     """Let its gradients overflow from now on."""
     param.register_hook(lambda grad: grad * torch.inf)  # type: ignore[no-untyped-call]
@@ -217,15 +194,21 @@ def test_values_that_the_pass_still_wants_are_not_changed_in_silence(overflows: 
     """Also where an overflow leaves it at the mixing, which autograd does not see in views."""
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        module = Wanted()
-        fill(module, rank)
+        module = make_model(rank)
+        last = module.get_parameter("4.weight")
+
+        def read(_: Any, args: Any, out: Tensor) -> Tensor:
+            # Without a gradient there.
+            return out @ last.detach().T @ last.detach()
+
+        module[3].register_forward_hook(read)
         scaler = GradScaler("cpu", init_scale=1.0)
         options = {"bucket_size_in_mb": 1e-5, "scaler": scaler, "sync_at_start": False}
         model = wrap(module, group, **options)
         # A round that the next pass mixes.
         model.idle_step()
         if overflows:
-            overflow(module.last.weight)
+            overflow(last)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             backward(scaler.scale(model(batch(rank, 0)).sum()))
 

@@ -158,18 +158,10 @@ def test_values_may_be_changed_where_none_of_them_travel(
     run_threads(world_size, main)
 
 
-class Recurrent(nn.Module):
-    """An LSTM that may move its weights into one storage before it runs, as cuDNN wants them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(3, 4)
-        self.head = nn.Linear(4, 2)
-        fill(self)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.head(self.rnn(inputs)[0])
-        return out
+def recurrent() -> nn.Sequential:
+    model = nn.Sequential(nn.LSTM(3, 4))
+    fill(model)
+    return model
 
 
 @torch.no_grad()
@@ -183,26 +175,26 @@ def flatten_weights(rnn: nn.Module, _: Any) -> None:
 
 def train_recurrent(model: nn.Module, rank: int, steps: range) -> None:
     for step in steps:
-        backward(model(batch(rank, step, 5, 2, 3, dtype=torch.float32)).square().sum())
+        backward(model(batch(rank, step, 5, 2, 3, dtype=torch.float32))[0].square().sum())
 
 
 def test_flattened_weights_of_an_rnn_are_named_with_views_and_trained_as_copies() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        plain, flattened = Recurrent(), Recurrent()
-        flattened.rnn.register_forward_pre_hook(flatten_weights)
+        plain, flattened = recurrent(), recurrent()
+        flattened[0].register_forward_pre_hook(flatten_weights)
         for model in (plain, flattened):
             wrapped = wrap_module(model, group, topology="ring", param_as_bucket_view=False)
             train_recurrent(wrapped, rank, range(4))
             wrapped.optimizer.synchronize()
         assert torch.equal(flat(plain), flat(flattened))
-        assert not torch.equal(flat(plain), flat(Recurrent()))
+        assert not torch.equal(flat(plain), flat(recurrent()))
 
-        model = Recurrent()
+        model = recurrent()
         wrapped = wrap_module(model, group, topology="ring", **VIEWS)
         train_recurrent(wrapped, rank, range(2))
-        model.rnn.register_forward_pre_hook(flatten_weights)
+        model[0].register_forward_pre_hook(flatten_weights)
         before = flat(model)
-        words = rf"rank {rank}: .* storage of .*rnn\.weight_hh_l0.*flatten_parameters\(\) .* pass"
+        words = rf"rank {rank}: .* storage of .*0\.weight_hh_l0.*flatten_parameters\(\) .* pass"
         with pytest.raises(RuntimeError, match=f"{words} param_as_bucket_view=False"):
             train_recurrent(wrapped, rank, range(2, 3))
         assert torch.equal(flat(model), before)
@@ -216,7 +208,7 @@ def test_the_module_makes_views_unless_there_is_an_rnn_on_a_gpu_or_a_mesh() -> N
         on_gpu = nn.Sequential(nn.Linear(3, 3), nn.GRU(3, 4))
         assert not wants_views(on_gpu, mesh=None)
         assert wants_views(on_gpu[0], mesh=None)
-    on_cpu = Recurrent()
+    on_cpu = recurrent()
     assert wants_views(on_cpu, mesh=None)
     assert not wants_views(on_cpu, mesh=object())
 

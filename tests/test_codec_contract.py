@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from covering import named, pairwise
+from problem import of_guide
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec, codec_of, wide
@@ -15,32 +16,6 @@ from decent_optim_wrapper.wire.layout import saving
 
 # Elements that are coded at once.
 SLICE = 1 << 18
-
-
-class Signs(Codec):
-    """One that a user writes: signs, and the mean size of each 96 elements."""
-
-    block = 96
-
-    def nbytes(self, numel: int) -> int:
-        return -(-numel // 96) * 100
-
-    def is_finite(self, message: Tensor) -> Tensor:
-        return self.rows(message)[:, 96:].contiguous().view(torch.float32).isfinite().all()
-
-    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
-        rows = self.rows(message)[place.start // 96 : -(-place.stop // 96)]
-        sizes = values.view(-1, 96).abs().mean(1, keepdim=True).to(torch.float32)
-        rows[:, 96:] = sizes.view(torch.uint8)
-        rows[:, :96] = values.view(-1, 96) >= 0
-
-    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        rows = self.rows(message)[place.start // 96 : -(-place.stop // 96)]
-        sizes = rows[:, 96:].contiguous().view(torch.float32)
-        torch.mul(rows[:, :96] * 2.0 - 1.0, sizes, out=values.view(-1, 96))
-
-    def rows(self, message: Tensor) -> Tensor:
-        return message.view(-1, 100)
 
 
 CODECS: dict[str, Codec] = {
@@ -52,7 +27,8 @@ CODECS: dict[str, Codec] = {
     "float32": CastCodec(torch.float32),
     "top 16": TopKCodec(16),
     "top 4": TopKCodec(4),
-    "own": Signs(),
+    # One that a user writes.
+    "own": of_guide()["Signs"](),
 }
 EACH = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 # Less than a block, whole blocks, a part of one more, and more than what is coded at once.

@@ -104,7 +104,7 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
 
 @pytest.mark.parametrize("record", [Schedule(), Elastic(), Late(2), AsItArrives()])
 def test_a_field_of_a_record_is_documented_and_checked(record: Any) -> None:
-    kind = type(record)
+    kind: Any = type(record)
     names = [name for name in defaults(kind) if name not in OLD]
     assert documented(kind) == names == [*checks_of(kind)]
 

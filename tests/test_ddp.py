@@ -80,20 +80,6 @@ def test_what_is_personal_to_a_rank_is_neither_compared_nor_mixed(way: str, over
     assert not torch.equal(first, second)
 
 
-class Peak:
-    """Bytes of gradients whenever one is complete, before anything is done with it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.bytes = 0
-        self._params = list(model.parameters())
-        for param in self._params:
-            param.register_post_accumulate_grad_hook(self.look)  # type: ignore[no-untyped-call]
-
-    def look(self, _: Tensor) -> None:
-        live = sum(p.grad.nbytes for p in self._params if p.grad is not None)
-        self.bytes = max(self.bytes, live)
-
-
 @pytest.mark.parametrize(("optim_fn", "views"), [(sgd, False), (optim_fn_adamw, True)])
 def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
     optim_fn: Any, views: bool
@@ -103,17 +89,25 @@ def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
     def main(rank: int, group: dist.ProcessGroup) -> None:
         module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
         fill(module)
-        peak = Peak(module)
+        params, peak = [*module.parameters()], 0
+
+        def look(_: Tensor) -> None:
+            # Whenever a gradient is complete, before anything is done with it.
+            nonlocal peak
+            peak = max(peak, sum(p.grad.nbytes for p in params if p.grad is not None))
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
         options: Any = {"param_as_bucket_view": views, "topology": "ring"}
         model = wrap(module, group, optim_fn, bucket_size_in_mb=3000 / 2**20, **options)
         for step in range(3):
             backward(model(torch.ones(2, 16) * step).sum())
-            assert all(param.grad is None for param in model.parameters())
+            assert all(param.grad is None for param in params)
         buckets = [bucket.members for bucket in model.optimizer.buckets]
-        assert [*map(id, sum(buckets, ()))] == [*map(id, reversed([*model.parameters()]))]
+        assert [*map(id, sum(buckets, ()))] == [*map(id, reversed(params))]
         sizes = [sum(member.nbytes for member in members) for members in buckets]
         # Of the largest parameter, another gradient may be there.
-        assert 0 < peak.bytes <= max(sizes) + 16 * 16 * 4 < sum(sizes) / 3
+        assert 0 < peak <= max(sizes) + 16 * 16 * 4 < sum(sizes) / 3
 
     run_threads(2, main)
 

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from etcd_servers import EtcdServers, free_ports, require_etcd
+from etcd_servers import EtcdServers, etcd_servers, free_ports
 from ranks import begin_process, end_interpreter, start_process
 from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -38,8 +37,7 @@ SLACK = 10.0
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[EtcdServers]:
-    require_etcd()
-    with EtcdServers(3) as cluster:
+    with etcd_servers(3) as cluster:
         yield cluster
 
 
@@ -128,19 +126,18 @@ def test_a_call_whose_answer_is_lost_takes_effect_once(servers: EtcdServers) -> 
 
 
 def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
-    require_etcd()
-    with EtcdServers(1, tls=True) as cluster:
+    with etcd_servers(1, tls=True) as cluster:
         for command in ("user add root:secret", "user grant-role root root", "auth enable"):
             cluster.control(*command.split())
-        options: dict[str, Any] = {"ca_cert": cluster.certificate, "user": "root"}
-        make = partial(EtcdStore, cluster.endpoints, "secret", timedelta(seconds=20), **options)
-        store = make(password="secret")
+        options: dict[str, Any] = {"timeout": timedelta(seconds=20), "ca_cert": cluster.certificate}
+        make = partial(EtcdStore, cluster.endpoints, "secret", **options)
+        store = make(user="root", password="secret")
         store.set("key", "value")
         assert store.get("key") == b"value"
         with pytest.raises(DistError, match="invalid user ID or password"):
-            make(password="wrong").get("key")
+            make(user="root", password="wrong").get("key")
         with pytest.raises(DistError, match="user name is empty"):
-            EtcdStore(cluster.endpoints, "secret", ca_cert=cluster.certificate).get("key")
+            make().get("key")
 
         began = time.monotonic()
         store.set_timeout(timedelta(seconds=1))
@@ -164,7 +161,8 @@ def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
         ({"prefix": ""}, "expected a prefix"),
         ({"user": "me"}, "both user and password"),
         ({"ca_cert": "a", "client_key": "b"}, "both client_cert and client_key"),
-        ({"client_cert": "a", "client_key": "b"}, "needs ca_cert"),
+        ({"client_cert": "a", "client_key": "b"}, "need ca_cert"),
+        ({"user": "me", "password": "secret"}, "need ca_cert"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
@@ -177,9 +175,7 @@ def train_and_fork(endpoints: str, rank: int) -> NoReturn:
     begin_process()
     store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
-    total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
-    assert total.item() == 3.0
+    dist.barrier()
     beats, stop = f"beats {rank}", threading.Event()
     beating = in_background(partial(beat_until, store, beats, stop))
     child = os.fork()
@@ -232,7 +228,7 @@ def in_a_file(path: str, rank: int) -> Store:
 
 
 def in_etcd(endpoints: str, rank: int) -> Store:
-    return EtcdStore(endpoints, "table")
+    return EtcdStore(endpoints, "table", timedelta(seconds=TIMEOUT))
 
 
 Stores = tuple[Callable[[int], Store], tuple[Callable[[], object], ...]]
@@ -250,12 +246,11 @@ def stores_of(kind: str, folder: Path) -> Iterator[Stores]:
             with StoreProcess() as server:
                 yield server.connect, (server.kill,)
         case _:
-            require_etcd()
-            with EtcdServers(3) as cluster:
+            with etcd_servers(3) as cluster:
                 # The second one hangs: it keeps its connections, and answers nobody.
                 ends = (
                     lambda: cluster.kill(cluster.leader()),
-                    lambda: cluster.stop(cluster.alive()[0]),
+                    lambda: min(cluster.processes.items())[1].send_signal(signal.SIGSTOP),
                 )
                 yield partial(in_etcd, cluster.endpoints), ends
 
@@ -284,7 +279,7 @@ def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_pat
     assert set(outcomes) <= {GOES_ON, RAISES}
     assert len(outcomes) > 1
     alive = everyone = tuple(range(4))
-    options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT}
+    options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT, "patience": SLACK}
     with (
         stores_of(kind, tmp_path) as (make, ends),
         TrainingProcesses(len(everyone), train_or_tell, make_store=make, **options) as processes,
@@ -311,5 +306,9 @@ def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_pat
                 assert failure.kind == "PeerError"
                 assert "the store in which the ranks agree does not answer" in failure.text
                 assert failure.seconds < TIMEOUT + SLACK
+                # Otherwise they would go on trying to reach the store.
+                assert failure.threads_ended
+                processes.workers[rank].join(30)
+                assert processes.workers[rank].exitcode == 0
             return
         processes.end(*alive)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from framework_ranks import run_example
@@ -30,69 +34,20 @@ pytestmark = [
 ]
 
 
-# Runs a command line, and returns what it prints.
-Run = Callable[[str], str]
+def fork_from_here() -> None:
+    """Import once what draws, and let scripts fork processes that would import torch again."""
+    importlib.import_module("matplotlib.pyplot")
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+    ranks.PROCESSES = fork  # type: ignore[assignment]
+    ranks.start_server = lambda: None  # type: ignore[assignment]
 
 
-@pytest.fixture
-def on_ranks(tmp_path: Path) -> Run:
-    """Runs an example on four ranks."""
-
-    def run(command: str) -> str:
-        script, *options = shlex.split(command)
-        return run_script_on_ranks(4, EXAMPLES / script, *options, cwd=tmp_path)
-
-    return run
-
-
-# Runs a script, whose processes do not import torch again.
-FORKING = """
-import multiprocessing, sys
-from pathlib import Path
-
-fork = multiprocessing.get_context("fork")
-multiprocessing.get_context = lambda method=None: fork
-sys.argv.pop(0)
-__file__ = sys.argv[0]
-sys.path.insert(0, str(Path(__file__).parent))
-exec(compile(Path(__file__).read_text(), __file__, "exec"))
-"""
-
-
-@pytest.fixture
-def in_a_process(tmp_path: Path) -> Run:
-    """Runs an example as ``python`` does."""
-    (tmp_path / "forking.py").write_text(FORKING)
-
-    def run(command: str) -> str:
-        script, *options = shlex.split(command)
-        return run_script("forking.py", EXAMPLES / script, *options, cwd=tmp_path)
-
-    return run
-
-
-def is_png(path: Path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_four_ranks_learn_the_digits_and_print_what_they_send(
-    on_ranks: Run, tmp_path: Path
-) -> None:
-    options = "--gossip-every 1 4 --ddp --epochs 3 --lr 0.1"
-    line = re.compile(r"^(.*): test accuracy (.*)%, (.*) MiB sent$", re.MULTILINE)
-    runs = line.findall(on_ranks(f"train_digits.py {options}"))
-    assert [run[0] for run in runs] == ["ring, gossip_every=1", "ring, gossip_every=4", "DDP"]
-    assert all(float(run[1]) > 85 for run in runs)
-    always, rarely, reduced = (float(run[2]) for run in runs)
-    assert 0.2 * always < rarely < 0.3 * always
-    # In pairs gossip sends the parameters once.
-    assert reduced == pytest.approx(1.5 * always, rel=0.02)
-    assert is_png(tmp_path / "runs" / "digits.png")
-
-
-def test_the_statistics_that_are_logged_are_drawn(on_ranks: Run, tmp_path: Path) -> None:
-    on_ranks("integrations/log_digits.py --steps 12 --width 32")
-    assert is_png(tmp_path / "runs" / "stats.png")
+@pytest.fixture(scope="module")
+def host() -> Iterator[Executor]:
+    """The process from which the examples are forked."""
+    with ProcessPoolExecutor(1, ranks.PROCESSES, fork_from_here) as executor:
+        yield executor
 
 
 def survive(_: int, *arguments: Any) -> str:
@@ -104,13 +59,13 @@ def survive(_: int, *arguments: Any) -> str:
 
 
 def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
-    options = ("--epochs", "8", "--lr", "0.04", "--pause", "0")
+    options = ("--epochs", "8", "--batch-size", "32", "--lr", "0.08", "--pause", "0")
     out, nothing = run_processes(4, survive, tmp_path, *options, lost=(0, 2))
     # Only the first member prints: rank 0, and after its death rank 1.
-    steps = re.findall(r"^step (\d+) of 184: ranks (.*)$", out, re.MULTILINE)
+    steps = re.findall(r"^step (\d+) of 96: ranks (.*)$", out, re.MULTILINE)
     members = {int(step): text for step, text in steps}
     assert list(dict.fromkeys(members.values())) == ["(1, 2, 3)", "(1, 3)"]
-    assert min(members) > 55
+    assert min(members) > 28
     (accuracy,) = re.findall(r"ranks \(1, 3\) are left: averaged model (.*)%", out)
     assert float(accuracy) >= 90
     assert nothing == "rank 3 starts at step 0\n"
@@ -149,94 +104,89 @@ def test_the_library_does_bit_for_bit_what_the_minimal_example_does() -> None:
     assert ranks[0][1] != ranks[1][1]
 
 
-def test_the_minimal_example_learns(on_ranks: Run) -> None:
-    out = on_ranks("minimal_gossip.py")
-    assert "largest error of a weight of the averaged model: 0.0000" in out
-
-
-def test_a_custom_topology_is_trained_on(on_ranks: Run) -> None:
-    assert "largest error of a weight 0.0" in on_ranks("custom_topology.py")
-
-
-@pytest.mark.parametrize(
-    ("options", "sent"),
-    [
-        # In pairs each step sends what of the model of 0.45 MiB is on this rank.
-        ("--inner fsdp --forward", {"ring, float32, forward": 1.35}),
-        ("--inner tp --no-overlap", {"ring, float32, no overlap": 1.55}),
-        # Parameters and estimates, as against 1.5 copies of the gradients.
-        (
-            "--shards topics --gradient-tracking --comm-dtype int8 --ddp",
-            {"ring, int8, tracking": 1.37, "DDP": 4.03},
-        ),
-    ],
-)
-def test_a_gpt_learns_and_prints_what_it_sends(
-    on_ranks: Run, options: str, sent: dict[str, float], tmp_path: Path
-) -> None:
-    out = on_ranks(f"train_gpt.py {options} --width 64 --depth 2 --steps 6 --lr 0.03")
-    line = r"^(.*), step \d+: validation loss (.*), (.*) MiB sent$"
-    points = re.findall(line, out, re.MULTILINE)
-    assert len(points) == 6 * len(sent)
-    ends = points[5::6]
-    assert {name: float(mib) for name, _, mib in ends} == pytest.approx(sent, rel=0.05)
-    # Before training it is that of all 103 characters being as likely, 4.6, or above.
-    assert all(float(loss) < 3.5 for _, loss, _ in ends)
-    assert is_png(tmp_path / "runs" / "gpt.png")
-
-
-# Lines that examples print, by the command line; "*" is any text. Behaviour only: tests time
-# nothing. Where two learning rates are tried, nothing is learnt with the smaller one.
+# Lines that examples print, and pictures that they draw, by the command line; "*" is any text.
+# Behaviour only: tests time nothing. Where two learning rates are tried, nothing is learnt with the
+# smaller one.
 PRINTED = {
-    "custom_topology.py": ["star: consensus rate*"],
-    "train_digits.py --epochs 1 --non-iid": ["ring, gossip_every=1: test accuracy *, 0.0 MiB sent"],
-    "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
+    "torchrun minimal_gossip.py": ["largest error of a weight of the averaged model: 0.0000"],
+    "python custom_topology.py": ["star: consensus rate*"],
+    "torchrun custom_topology.py": ["largest error of a weight 0.0*"],
+    "torchrun integrations/log_digits.py --steps 12 --width 32": ["stats.png"],
+    # In pairs gossip sends the parameters once, in every fourth step; DDP 1.5 times as much.
+    "torchrun train_digits.py --gossip-every 4 --ddp --epochs 3 --lr 0.1": [
+        *("ring, gossip_every=4: test accuracy 9?.?%, 2.5 MiB sent", "digits.png"),
+        "DDP: test accuracy 9?.?%, 15.1 MiB sent",
+    ],
+    "python train_digits.py --epochs 1 --non-iid --gossip-every 1 4": [
+        *("ring, gossip_every=1: test accuracy *, 0.0 MiB sent", "ring, gossip_every=4:*"),
+    ],
+    # Before training the loss is that of all 103 characters being as likely, 4.6, or above. In
+    # pairs each step sends what of the model of 0.26 MiB is on this rank.
+    "torchrun train_gpt.py --inner fsdp --forward --width 64 --depth 1 --steps 3 --lr 0.03": [
+        *("ring, float32, forward, step 3: validation loss 3.[0-4]*, 0.39 MiB sent", "gpt.png"),
+    ],
+    "torchrun train_gpt.py --inner tp --no-overlap --width 64 --depth 1 --steps 3 --lr 0.03": [
+        "ring, float32, no overlap, step 3: validation loss 3.[0-4]*, 0.49 MiB sent"
+    ],
+    # Parameters and estimates, as against 1.5 copies of the gradients.
+    "torchrun train_gpt.py --shards topics --gradient-tracking --comm-dtype int8 --ddp "
+    "--width 64 --depth 1 --steps 3 --lr 0.03": [
+        "ring, int8, tracking, step 3: validation loss 3.[0-4]*, 0.39 MiB sent",
+        "DDP, step 3: validation loss 3.[0-4]*, 1.16 MiB sent",
+    ],
+    "python benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*")
     ],
-    "benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
-    "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
+    "python benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
+    "python benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
     "--methods DDP 'PostLocalSGD 8' 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
         *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*")
     ],
-    "benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods DDP 'the module, pairs'": [
-        *("| 4 | DDP | 1 | * | 1.00 | * |", "| 4 | the module, pairs | 2 | * |")
+    "python benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods 'the module, pairs'": [
+        "| 4 | the module, pairs | 2 | * | 1.00 | * |"
     ],
-    "benchmark/mesh_bytes.py --measured 2 --computed 2": [
+    "python benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",
         "| HSDP, bf16 | 0.500 | 0.500 |",
         "| gossip in pairs, float32 | 1.000 | 1.000 |",
         "| gossip in pairs, bf16 | 0.500 | 0.500 |",
         "| gossip in pairs, bf16, every 4 steps | 0.125 | 0.125 |",
     ],
-    "benchmark/schedules.py --world-size 2 --epochs 1 --seeds 0 --lrs 0.1 "
+    "python benchmark/schedules.py --world-size 2 --epochs 1 --seeds 0 --lrs 0.1 "
     "--rows DDP mixing_rate=lr/lr_max 'QGSGD, gossip_every=4'": [
         *(f"| {row} | 0.1 |*" for row in ("DDP", "mixing_rate=lr/lr_max", "QGSGD, gossip_every=4"))
     ],
-    "benchmark/staleness.py --world-size 2 --epochs 1 --seeds 0 --lrs 1e-6 0.005 "
-    "--shards shuffled --bases Adam --rows DDP 'every 8 steps, 8 late' auto": [
+    "python benchmark/staleness.py --world-size 2 --epochs 1 --seeds 0 --lrs 1e-6 0.005 "
+    "--shards shuffled --bases Adam --rows 'every 8 steps, 8 late' auto": [
         "| a round | mean staleness | shuffled, Adam |",
-        "| DDP | 0.0 | *, lr 0.005 |",
         "| every 8 steps, 8 late | 8.0 | *, lr 0.005 |",
         "| auto | * | *, lr 0.005 |",
     ],
     # Tracking sends the estimates of the gradients, too, and with Schedule-Free its iterate.
-    "benchmark/tracking.py --world-sizes 4 --topologies ring --epochs 1 --seeds 0 --lrs 0.01 "
-    "--bases AdamW Schedule-Free --methods 'plain gossip' 'tracking, int8'": [
-        "| AdamW | 4 | ring | plain gossip |*| 1.75 |",
-        "| AdamW | 4 | ring | tracking, int8 |*| 0.89 |",
-        "| Schedule-Free | 4 | ring | tracking, int8 |*| 1.77 |",
+    "python benchmark/tracking.py --world-sizes 2 --topologies ring --epochs 1 --seeds 0 "
+    "--lrs 0.01 --bases AdamW Schedule-Free --methods 'plain gossip' 'tracking, int8'": [
+        "| AdamW | 2 | ring | plain gossip |*| 1.75 |",
+        "| AdamW | 2 | ring | tracking, int8 |*| 0.89 |",
+        "| Schedule-Free | 2 | ring | tracking, int8 |*| 1.77 |",
     ],
-    "benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes 'TopKCodec(16)'": [
+    "python benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes 'TopKCodec(16)'": [
         "| `TopKCodec(16)` | 0.1 | * %*| * %*|"
     ],
-    "benchmark/lossy_link.py --mib 0.1 --rounds 2 --connections 1 4": ["| 1 *", "| 4 *"],
+    "python benchmark/lossy_link.py --mib 0.1 --rounds 2 --connections 1 4": ["| 1 *", "| 4 *"],
     # A run that goes on with other numbers of ranks learns as one that does not.
-    "benchmark/resize.py --bases SGD --seeds 0 --epochs 4": ["| SGD | [89]*% * | [89]*% * |"],
+    "python benchmark/resize.py --bases SGD --seeds 0 --epochs 4": [
+        "| SGD | [89]*% * | [89]*% * |"
+    ],
 }
 
 
 @pytest.mark.parametrize("command", PRINTED)
-def test_an_example_prints_what_it_promises(in_a_process: Run, command: str) -> None:
-    out = in_a_process(command)
-    lines = out.splitlines()
-    assert [text for text in PRINTED[command] if not fnmatch.filter(lines, text)] == [], out
+def test_an_example_prints_what_it_promises(host: Executor, command: str, tmp_path: Path) -> None:
+    program, script, *options = shlex.split(command)
+    run: Callable[..., str] = run_script
+    if program == "torchrun":
+        run = partial(run_script_on_ranks, 4)
+    out = host.submit(run, EXAMPLES / script, *options, cwd=tmp_path).result()
+    pictures = [path for path in tmp_path.rglob("*.png") if path.read_bytes()[:4] == b"\x89PNG"]
+    found = [*out.splitlines(), *(path.name for path in pictures)]
+    assert [text for text in PRINTED[command] if not fnmatch.filter(found, text)] == [], out

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import modules
@@ -18,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, pairwise
-from problem import Held, adamw, flatten, make_params, nesterov, sgd, take_steps, wrap
+from problem import Held, adamw, flatten, make_params, nesterov, of_guide, sgd, take_steps, wrap
 from ranks import run_threads
-from scripted_ranks import LR, Seen, Spec, Trainer, World, stack
+from scripted_ranks import LR, Seen, Spec, Trainer, World, arguments, perform, stack
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
@@ -43,24 +40,10 @@ from decent_optim_wrapper.gossip.schedule import WithinStep
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GradientTracking")]
 
 
-GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "extending.md"
-
-
-@cache
-def shared_norm() -> Callable[[], Extension]:
-    """The class of the guide, which sends a bucket of its own."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    # The last one trains with all that the others define.
-    exec("".join(blocks[:-1]), names)
-    kind: Callable[[], Extension] = names["SharedNorm"]
-    return kind
-
-
 OUTER = OuterOptimizer(nesterov(0.5))
-# Arguments of the wrapper and fields of its schedule; a function in place of an instance.
+# Arguments of the wrapper and fields of its schedule.
 EXTENSIONS: dict[str, dict[str, Any]] = {
-    "tracking and own": {"extensions": [shared_norm, GradientTracking()]},
+    "tracking and own": {"extensions": [of_guide()["SharedNorm"](), GradientTracking()]},
     "outer": {"extensions": [OUTER]},
     "outer and state on averages": {"extensions": [StateAverage(), OUTER], "global_avg_every": 4},
     "state gossip": {"extensions": [StateGossip("momentum_buffer")]},
@@ -101,12 +84,11 @@ class Rank(Trainer):
     # Calls one parameter after the other before every step.
     model: nn.Sequential | None = None
 
-    def make(self, index: int) -> Tensor:
+    def make(self, index: int) -> nn.Parameter:
         made = super().make(index)
-        param = nn.Parameter(made.detach(), made.requires_grad)
         if self.model is not None:
-            self.model.append(Held(param))
-        return param
+            self.model.append(Held(made))
+        return made
 
     def step(self, lr: float = LR) -> float:
         assert self.model is not None
@@ -115,37 +97,19 @@ class Rank(Trainer):
         return super().step(lr)
 
     def base(self) -> Optimizer:
-        if self.adam:
+        if self.world.options.get("adam"):
             return torch.optim.AdamW([{"params": each} for each in self.groups])
         return super().base()
 
-    def wrap(self) -> DecentOptimWrapper:
-        world = self.world
-        options = {**made(world.options), "bucket_cap_mb": CAP_MB}
-        self.groups = [
-            [nn.Parameter(param.detach(), param.requires_grad) for param in group]
-            for group in self.groups
-        ]
+    def wrap(self, **options: Any) -> DecentOptimWrapper:
         self.model = nn.Sequential(*map(Held, self.params))
-        if options.get("overlap") == "forward":
+        if self.world.options.get("overlap") == "forward":
             options["model"] = self.model
-        self.adam = options.pop("adam", False)
-        if store := options.pop("store", None):
-            options |= {"rank": self.rank, "world_size": world.size, "timeout": 20}
-            options["elastic"] = Elastic(store=store, stale_after=60.0)
-        self.world = world._replace(options=options)
-        optimizer = super().wrap()
-        self.world = world
+        if "elastic" in self.world.options:
+            options |= {"rank": self.rank, "world_size": self.world.size}
+        optimizer = super().wrap(bucket_cap_mb=CAP_MB, **options)
         assert len(optimizer.buckets) >= 2
         return optimizer
-
-
-def made(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of one wrapper."""
-    extensions = [
-        shared_norm()() if each is shared_norm else each for each in options.get("extensions", ())
-    ]
-    return {**options, "extensions": extensions}
 
 
 def together(options: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -171,22 +135,9 @@ def world_of(options: dict[str, Any]) -> World:
     return World(3, PHASES, SPECS, options)
 
 
-def perform(world: World, calls: list[str]) -> list[tuple[Seen, ...]]:
-    """What the ranks see at the start and after each call."""
-    kept = []
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-        trainer = Rank(world, rank, group, rank)
-        # Until all ranks have ended: one that is late may still connect to those that have.
-        kept.append(trainer)
-        return trainer.perform(calls)
-
-    return list(zip(*run_threads(world.size, main), strict=True))
-
-
 def perform_alone(world: World, calls: list[str]) -> list[tuple[Seen, ...]]:
     """What each rank sees that trains without the others."""
-    ranks = (Rank(world._replace(size=1, phases=ALONE), rank, None, rank) for rank in range(3))
+    ranks = (Rank(world._replace(size=1, phases=ALONE), rank, None) for rank in range(3))
     return list(zip(*(rank.perform(calls) for rank in ranks), strict=True))
 
 
@@ -225,17 +176,19 @@ def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
     options: dict[str, Any], first: int
 ) -> None:
     world = world_of(options)
-    straight = perform(world, [*CALLS, *LATER])
+    straight = perform(world, [*CALLS, *LATER], Rank)
     pauses = ["resume" if place % 3 == first else "copies" for place in range(len(CALLS))]
     pauses += ["copies"] * len(LATER)
     calls = [part for pair in zip(pauses, [*CALLS, *LATER], strict=True) for part in pair]
-    resumed = perform(world, calls)[2::2]
+    resumed = perform(world, calls, Rank)[2::2]
     for call, ours, theirs in zip([*CALLS, *LATER], resumed, straight[1:], strict=True):
         for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert all(map(torch.equal, one.values, other.values)), (call, rank)
     assert not torch.equal(straight[-1][0].values[0], straight[-1][1].values[0])
     if options["overlap"] == "forward":
-        plain = perform(world._replace(options={**options, "overlap": False}), [*CALLS, *LATER])
+        plain = perform(
+            world._replace(options={**options, "overlap": False}), [*CALLS, *LATER], Rank
+        )
         for call, ours, theirs in zip([*CALLS, *LATER], straight[1:], plain[1:], strict=True):
             if call in ("synchronize", "average", "average_for_good"):
                 for one, other in zip(ours, theirs, strict=True):
@@ -261,12 +214,13 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
     # The threads build their wrappers in any order.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
-    world, alone = world_of({**options, "store": HashStore()}), world_of(options)
+    elastic = {"elastic": Elastic(store=HashStore(), stale_after=60.0), "timeout": 20}
+    world, alone = world_of(options | elastic), world_of(options)
     goal, lost, saved, kept = 10**9, threading.Event(), {}, []
 
     def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
         nonlocal goal
-        trainer = Rank(world, rank, None, rank)
+        trainer = Rank(world, rank, None)
         kept.append(trainer)
         # A pair is in flight: gloo may hold a rank up that fails in the sum of a group.
         trainer.perform(["step"] * 5)
@@ -276,7 +230,7 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
             dead.add(rank)
             assert lost.wait(60)
             dead.clear()
-            trainer = Rank(world, rank, None, rank)
+            trainer = Rank(world, rank, None)
             kept.append(trainer)
             assert trainer.optimizer.round > 5
             # No rank gets as far before this one has made its next steps.
@@ -294,10 +248,10 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
         return trainer.perform(["step"] * 5)
 
     def train_on_alone(rank: int) -> list[Seen]:
-        trainer = Rank(alone._replace(size=1, phases=ALONE), rank, None, rank)
+        trainer = Rank(alone._replace(size=1, phases=ALONE), rank, None)
         values, state = saved[rank]
         with torch.no_grad():
-            torch._foreach_copy_(trainer.params, values)
+            torch._foreach_copy_([*trainer.params], values)
         trainer.optimizer.load_state_dict(state)
         trainer.steps = 100
         return trainer.perform(["step"] * 5)
@@ -305,16 +259,6 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     rows = list(zip(*run_threads(world.size, main), strict=True))
     apart = list(zip(*map(train_on_alone, range(world.size)), strict=True))
     check_that_the_mean_is_that_of_ranks_alone(rows, apart)
-
-
-FIELDS = {field.name for field in fields(Schedule)}
-
-
-def arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """What a constructor takes."""
-    rest = {name: value for name, value in options.items() if name not in FIELDS}
-    schedule = Schedule(**{name: options[name] for name in FIELDS & options.keys()})
-    return made({"topology": "ring", "schedule": schedule, **rest})
 
 
 def train(rank: int, group: dist.ProcessGroup, way: str, options: dict[str, Any]) -> Tensor:
@@ -349,9 +293,10 @@ EACH_SAVED = pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
 def extended(
     extension: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor], DecentOptimWrapper]:
-    params, options = make_params(), dict(extension)
-    base = adamw(params) if options.pop("adam", False) else sgd(params)
-    return params, wrap(params, group, base, sync_at_start=False, **arguments(options))
+    params = make_params()
+    base = adamw(params) if extension.get("adam") else sgd(params)
+    options = {"topology": "ring", "sync_at_start": False, **arguments(extension)}
+    return params, wrap(params, group, base, **options)
 
 
 @EACH_SAVED

@@ -95,7 +95,7 @@ class Setup(NamedTuple):
 
     def calls(self, device: str = "cuda") -> list[str]:
         """What was called on it."""
-        return [call for call, on in self.own.calls if on == device]
+        return [call.name for call in self.mode.calls if call.group == 0 and call.device == device]
 
     def step(self, count: int = 1) -> None:
         """Make steps."""
@@ -111,9 +111,9 @@ class Setup(NamedTuple):
 
     def sent(self) -> list[str]:
         """What the GPU is asked to send in a step."""
-        self.group.on_gpu.clear()
+        self.mode.calls.clear()
         self.step()
-        return [call for _, call in self.group.on_gpu]
+        return self.calls()
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
         assert more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
         # The user's NCCL is left alone, and small messages are sent by the CPU.
-        assert {device for _, device in setup.group.calls} <= {"cpu"}
+        assert {call.device for call in setup.mode.calls if call.group < 0} <= {"cpu"}
         assert {"send", "allgather"} & {*setup.calls("cpu")}
         assert {"exchange", "allreduce"} & {*setup.calls()}
         sent = setup.sent()
@@ -322,8 +322,8 @@ def test_every_group_connects_in_the_constructor_in_the_order_of_the_phases(
 ) -> None:
     # What starts at the values of rank 0 is sent after that.
     with wrapped(NCCL, topology, size, sync_at_start=False) as setup:
-        begun = [call for call in setup.group.on_gpu if call[1] in ("allreduce", "exchange")]
-        assert begun == firsts
+        begun = [call for call in setup.mode.calls if call.name in ("allreduce", "exchange")]
+        assert [(call.group, call.name) for call in begun if call.device == "cuda"] == firsts
         for kind in ("nccl", "gloo"):
             with wrapped(kind, topology, size) as other:
                 other.step()
@@ -365,16 +365,15 @@ def test_the_watchdog_of_nccl_waits_longer_than_the_steps_of_a_round(
 
 
 def test_a_wrapper_that_is_dropped_waits_for_nccl_and_shuts_it_down() -> None:
-    with fake_cuda("nccl", 4) as (_, group):
+    with fake_cuda("nccl", 4) as (mode, group):
         base = SGD(make_trained("cuda", "cuda"))
         optimizer = DecentOptimWrapper(base, topology="ring", process_group=group)
         optimizer.step()
-        (own,) = group.made
-        assert ("shutdown", "cuda") not in own.calls
+        ended = {"shutdown", "abort"}
+        assert not ended & {call.name for call in mode.calls}
         del optimizer
         gc.collect()
-        assert ("shutdown", "cuda") in own.calls
-        assert ("abort", "cuda") not in own.calls
+        assert ended & {call.name for call in mode.calls} == {"shutdown"}
 
 
 def test_flags_travel_to_the_gpu_of_their_bucket_whatever_the_default_device_is() -> None:
@@ -426,27 +425,18 @@ def test_another_backend_is_refused() -> None:
         new_communicator(like, HashStore(), 0, 2, timedelta(seconds=1))
 
 
-class Backend(NamedTuple):
-    """One of NCCL, as far as an abort needs it."""
-
-    abort: Callable[[], object]
-
-    def name(self) -> str:
-        """That of the backend."""
-        return "nccl2"
-
-
 def test_communicators_are_aborted_all_together_and_in_bounded_time() -> None:
     # Each waits for the kernels of the other; the third never ends.
     together, never, ended = threading.Barrier(2), threading.Event(), list[int]()
+    backend = partial(SimpleNamespace, name=lambda: "nccl2")
 
     def meet() -> None:
         together.wait(timeout=60)
         ended.append(1)
 
-    abort([Backend(meet), Backend(meet)], seconds=60)
+    abort([backend(abort=meet), backend(abort=meet)], seconds=60)
     assert ended == [1, 1]
-    abort([Backend(never.wait), Backend(lambda: ended.append(2))], seconds=0.2)
+    abort([backend(abort=never.wait), backend(abort=lambda: ended.append(2))], seconds=0.2)
     assert not never.is_set()
     never.set()
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from etcd_servers import EtcdServers, free_ports, require_etcd
+from etcd_servers import etcd_servers, free_ports
 from launched import Launched, Launcher, children, hurried, ours
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
@@ -33,41 +33,9 @@ pytestmark = [
 ]
 TWO, THREE = ("--nproc-per-node", "2"), ("--nproc-per-node", "3")
 
-# Rank 0 dies in its first two processes, rank 1 in all of them. Rank 2 waits for them.
-DYING = """
-print("rank", rank, "is here")
-tell(f"start {rank} {life}", time.monotonic())
-if rank == 0 and life < 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-if rank == 1:
-    raise ValueError(f"no luck {life}")
-wait_for("start 0 2")
-wait_for("given up")
-"""
-
-
-def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path) -> None:
-    options = (*THREE, "--max-restarts", "2", "--backoff", "0.2", "--log-dir", "logs")
-    with Launched(tmp_path, DYING, *options) as launcher:
-        launcher.wait_until_printed("--max-restarts is 2")
-        launcher.tell("given up")
-        assert launcher.end() == 1
-    printed = launcher.printed
-    assert printed.count("[rank 1] ValueError: no luck 0") == 1
-    assert "[launcher] rank 0 ended (killed by SIGKILL); see logs/rank_0" in printed
-    assert "rank 1 is started again (restart 2 of 2)" in printed
-    assert "rank 2 ended" not in printed
-    for rank, lives in ((0, 3), (1, 3), (2, 1)):
-        logs = sorted((tmp_path / "logs" / f"rank_{rank}").glob("*.stdout.log"))
-        assert [log.read_text() for log in logs] == [f"rank {rank} is here\n"] * lives
-        starts = [float(launcher.told(f"start {rank} {life}")) for life in range(lives)]
-        pauses = [later - earlier for earlier, later in pairwise(starts)]
-        assert all(pause >= 0.2 * 2**life for life, pause in enumerate(pauses))
-    assert "no luck 2" in (tmp_path / "logs" / "rank_1" / "start_3.stderr.log").read_text()
-
-
 # Tells where it is and how to find the others, and ends as it is told.
 OBEDIENT = """
+print("rank", rank, "is here")
 tell(f"environ {rank} {life}", json.dumps(dict(os.environ)))
 tell(f"pid {rank} {life}", os.getpid())
 tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ.get("MASTER_PORT", ""))
@@ -83,6 +51,32 @@ def end(launcher: Launched, fate: str, *ranks: int, life: int = 0) -> None:
 
 
 WELL, KILLED = "sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path) -> None:
+    options = (*THREE, "--max-restarts", "2", "--backoff", "0.2", "--log-dir", "logs")
+    with Launched(tmp_path, OBEDIENT, *options) as launcher:
+        for life in range(3):
+            end(launcher, f"raise ValueError('no luck {life}')", 1, life=life)
+        for life in range(2):
+            end(launcher, KILLED, 0, life=life)
+        launcher.told("life 0 2")
+        launcher.wait_until_printed("--max-restarts is 2")
+        end(launcher, WELL, 2)
+        end(launcher, WELL, 0, life=2)
+        assert launcher.end() == 1
+    printed = launcher.printed
+    assert printed.count("[rank 1] ValueError: no luck 0") == 1
+    assert "[launcher] rank 0 ended (killed by SIGKILL); see logs/rank_0" in printed
+    assert "rank 1 is started again (restart 2 of 2)" in printed
+    assert "rank 2 ended" not in printed
+    for rank, lives in ((0, 3), (1, 3), (2, 1)):
+        logs = sorted((tmp_path / "logs" / f"rank_{rank}").glob("*.stdout.log"))
+        assert [log.read_text() for log in logs] == [f"rank {rank} is here\n"] * lives
+        starts = [(tmp_path / f"life {rank} {life}").stat().st_mtime for life in range(lives)]
+        pauses = [later - earlier for earlier, later in pairwise(starts)]
+        assert all(pause >= 0.2 * 2**life for life, pause in enumerate(pauses))
+    assert "no luck 2" in (tmp_path / "logs" / "rank_1" / "start_3.stderr.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -126,16 +120,6 @@ def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_
     assert list(logs.glob("*.stderr.log"))
 
 
-# Prints more than a pipe holds.
-SHOUTING = """
-print("x" * 200_000, file=sys.stderr)
-tell(f"life {rank} {life}")
-if life == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-wait_for("end")
-"""
-
-
 def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
     """Run our launcher on a console that nobody empties, or that has gone."""
     reading, writing = os.pipe()
@@ -149,30 +133,35 @@ def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
 @pytest.mark.parametrize("is_read", [True, False])
 def test_no_console_stops_restarts_or_signals(is_read: bool, tmp_path: Path) -> None:
     console = partial(to_a_pipe, is_read=is_read)
-    with Launched(tmp_path, SHOUTING, "--backoff", "0.1", launcher=console) as launcher:
+    with Launched(tmp_path, OBEDIENT, "--backoff", "0.1", launcher=console) as launcher:
+        # More than a pipe holds.
+        end(launcher, f"print('x' * 200_000, file=sys.stderr); {KILLED}", 0)
         launcher.told("life 0 1")
         launcher.signal(signal.SIGTERM)
         assert launcher.end() == 128 + signal.SIGTERM
 
 
-# Ends, while what it has started still waits.
-UPLOADING = """
-subprocess.Popen(["sh", "-c", "until [ -e answered ]; do sleep 0.1; done; touch uploaded"])
-"""
-
-
 def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> None:
-    with Launched(tmp_path, UPLOADING) as launcher:
+    upload = "until [ -e answered ]; do sleep 0.1; done; touch uploaded"
+    with Launched(tmp_path, OBEDIENT) as launcher:
+        end(launcher, f"subprocess.Popen(['sh', '-c', {upload!r}])", 0)
         assert launcher.end() == 0
         launcher.tell("answered")
         launcher.told("uploaded")
 
 
+# In the place of what a spare process imports, which takes seconds: test_after_a_kill.py has torch.
+STAND_INS = {
+    "stand_ins/torch/__init__.py": "import os, torch.nn; threads = os.environ['OMP_NUM_THREADS']",
+    "stand_ins/torch/nn.py": "",
+    "stand_ins/decent_optim_wrapper.py": "import os, torch; open(f'ready {os.getpid()}', 'w')",
+    "other/torch/__init__.py": "",
+}
 # Sees itself, also from a process that it has spawned.
 RETURNING = """
 import importlib.util, multiprocessing, pickle
 def look(_):
-    found = importlib.util.find_spec("torch").submodule_search_locations, "torch" in sys.modules
+    found = importlib.util.find_spec("torch").submodule_search_locations, "torch.nn" in sys.modules
     return sys.argv, sys.orig_argv, sys.path, __name__, __file__, found
 def change():
     os.environ["OMP_NUM_THREADS"] = "2"; import torch
@@ -186,14 +175,18 @@ if __name__ == "__main__":
     wait_for(f"end {life}")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-IMPORT = "import torch; seen += [torch.get_num_threads()]"
+IMPORT = "import torch; seen += [torch.threads, look(0)]"
 # torch reads it when it is imported.
 CHANGED = f"change(); {IMPORT}"
 OTHER = 'sys.path[:0] = ["other"]; import torch; seen += [torch.__file__]'
 CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
 
 
-@pytest.mark.timeout(240)
+def beside_stand_ins(command: Sequence[str]) -> int:
+    os.environ["PYTHONPATH"] = "stand_ins"
+    return hurried(command, spare=0.3)
+
+
 @pytest.mark.parametrize(
     ("options", "imports", "is_spare"),
     [((), CHILD, "True"), (("-m",), "pass", "True"), ((), CHANGED, "False"), ((), OTHER, "False")],
@@ -201,13 +194,14 @@ CHILD = f'multiprocessing.get_context("fork").Pool(1).apply(change); {IMPORT}'
 def test_a_process_that_has_imported_torch_becomes_the_rank_that_dies(
     options: tuple[str, ...], imports: str, is_spare: str, tmp_path: Path
 ) -> None:
-    script, soon = RETURNING.replace("IMPORT", imports), partial(hurried, spare=0.5)
-    (tmp_path / "other" / "torch").mkdir(parents=True)
-    (tmp_path / "other" / "torch" / "__init__.py").touch()
-    with Launched(tmp_path, script, *options, launcher=soon) as launcher:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = RETURNING.replace("IMPORT", imports)
+    with Launched(tmp_path, script, *options, launcher=beside_stand_ins) as launcher:
         launcher.wait_until(lambda: len(children(launcher.pid)) == 2)
         (spare,) = children(launcher.pid) - {int(launcher.told("pid 0"))}
-        launcher.wait_until(lambda: "libtorch" in Path(f"/proc/{spare}/maps").read_text())
+        launcher.told(f"ready {spare}")
         launcher.tell("end 0")
         assert launcher.told("seen 1") == launcher.told("seen 0")
         assert launcher.told("pid 1") == str(spare)
@@ -358,8 +352,7 @@ def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
     """That training does, too, is in test_etcd.py: no rank here imports torch."""
-    require_etcd()
-    with EtcdServers(3) as cluster, ExitStack() as stack:
+    with etcd_servers(3) as cluster, ExitStack() as stack:
         url = f"etcd://{cluster.endpoints}/run"
         # An earlier run has used the prefix.
         earlier = PrefixStore("decent_optim_wrapper/launcher", EtcdStore(cluster.endpoints, "run"))
@@ -376,7 +369,7 @@ def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
         end(nodes[0], WELL, 0, life=1)
         assert nodes[0].end() == 0
     assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
-    assert not cluster.alive()
+    assert not cluster.processes
 
 
 ETCD = "etcd://host:2379/run"

@@ -52,18 +52,18 @@ def nesterov(params: Sequence[Tensor]) -> Optimizer:
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 adamw = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
 BASES: dict[str, Make] = {
-    "sgd": sgd,
-    "foreach adamw": partial(adamw, foreach=True),
-    "quasi-global": partial(QGSGD, lr=0.1),
-    "accumulating": partial(AccumAdamW, lr=0.02, accum_iter=2),
-    "foreach sgd": partial(sgd, foreach=True),
     "fused adamw": partial(adamw, fused=True),
+    "sgd": sgd,
+    "accumulating": partial(AccumAdamW, lr=0.02, accum_iter=2),
+    "quasi-global": partial(QGSGD, lr=0.1),
+    "foreach sgd": partial(sgd, foreach=True),
+    "foreach adamw": partial(adamw, foreach=True),
 }
 AVERAGES = Schedule(global_avg_every=AVERAGE_EVERY)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "averages": {"schedule": AVERAGES},
     "outer": {"schedule": AVERAGES, "extensions": [OuterOptimizer(nesterov)]},
+    "averages": {"schedule": AVERAGES},
     "late": {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
 }
 # Mixing before a forward pass has the trajectory of mixing within the step.
@@ -118,7 +118,7 @@ def train(case: Case) -> Trained:
         spread.backward(step)
         norms.append(optimizer.clip_grad_norm_(CLIP, case.norm_type).item())
         optimizer.step()
-        if step % 2:
+        if step == 1:
             # FSDP gathers parameters in this forward pass, and would go on with them.
             with optimizer.averaged(), torch.no_grad():
                 spread.forward(step)
@@ -233,16 +233,6 @@ def module(
     return DecentralizedDataParallel(model, by_sgd, mesh=mesh, gossip_dim="gossip", **options)
 
 
-def step_in_backward(spread: Spread) -> DecentOptimWrapper:
-    model = module(spread.model, spread.mesh)
-    for part in spread.model.modules():
-        if isinstance(part, FSDPModule):
-            part.set_reshard_after_backward(False)
-    for step in range(STEPS):
-        spread.backward(step, through=model)
-    return model.optimizer
-
-
 def scale_in_backward(spread: Spread, overlap: Any) -> DecentOptimWrapper:
     """With an average in between."""
     scaler = make_scaler()
@@ -286,7 +276,6 @@ WAYS = {
     "it mixes before the forward pass what it has sent in the backward pass": Way(
         partial(scale_in_backward, overlap="forward"), "fsdp inside", overlap=False
     ),
-    "it steps in the backward pass, and stays gathered": Way(step_in_backward, "fsdp inside"),
 }
 
 
@@ -304,11 +293,15 @@ def test_a_replica_follows_the_oracle_where(way: Way) -> None:
         assert difference(found, start) > 1e-3
 
 
-def clip_by_bucket() -> tuple[int, dict[str, Any], list[list[str]]]:
+def stay_gathered() -> tuple[int, dict[str, Any], list[list[str]]]:
+    """Step in the backward pass, and clip each bucket by its own norm."""
     spread = Spread(LAYOUTS["fsdp inside"])
     # By its own shards, each rank of a replica would fill its buckets otherwise.
     cap = 130 / 2**20
     model = module(spread.model, spread.mesh, grad_clip_norm=CLIP / 2, bucket_size_in_mb=cap)
+    for part in spread.model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_backward(False)
     for step in range(STEPS):
         spread.backward(step, through=model)
     names = {id(param): name for name, param in spread.model.named_parameters()}
@@ -316,8 +309,9 @@ def clip_by_bucket() -> tuple[int, dict[str, Any], list[list[str]]]:
     return (*ended(spread, model.optimizer), buckets)
 
 
-def test_buckets_of_uneven_shards_are_the_same_on_all_ranks_and_clipped_together() -> None:
-    ranks = run_on_mesh(8, clip_by_bucket)
+def test_a_replica_may_stay_gathered_whose_buckets_of_uneven_shards_are_clipped() -> None:
+    """All ranks of a replica have the same buckets."""
+    ranks = run_on_mesh(8, stay_gathered)
     by_bucket = ranks[0][2]
     expected = Oracle(4, sgd, clip=(CLIP / 2, 2.0), clipped=by_bucket).train()
     assert min(map(min, expected.norms)) > CLIP / 2
@@ -329,7 +323,7 @@ def test_buckets_of_uneven_shards_are_the_same_on_all_ranks_and_clipped_together
 def send_narrow(layout: str, dtype: torch.dtype) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """The replica, and its part with the last round in flight and mixed."""
     spread = Spread(LAYOUTS[layout])
-    optimizer = spread.wrap(sgd, comm_dtype=dtype)
+    optimizer = spread.wrap(BASES["fused adamw"], comm_dtype=dtype)
     for step in range(STEPS):
         spread.backward(step)
         optimizer.step()
@@ -361,7 +355,7 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
 ) -> None:
     """A scale for many elements must not cover some that are shared and some that are not."""
     ranks = run_on_mesh(8, send_narrow, layout, dtype)
-    exact = Oracle(LAYOUTS[layout].replicas, sgd).train()
+    exact = Oracle(LAYOUTS[layout].replicas, BASES["fused adamw"]).train()
     for replica, after, before in ranks:
         shared = mean_of([other for at, other, _ in ranks if at == replica])
         assert difference(after, shared) == 0

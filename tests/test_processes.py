@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,15 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import oracle
 from problem import flatten, make_params, nesterov, sgd, take_steps, wrap
-from ranks import (
-    PROCESSES,
-    KeptRanks,
-    begin_process,
-    end_interpreter,
-    environment,
-    launcher_store,
-    start_process,
-)
+from ranks import KeptRanks, Processes, end_interpreter, environment, launcher_store
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -167,11 +159,10 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def end_in_flight(
-    topology: str, end: str, env: dict[str, str], rank: int, ready: Connection
+    rank: int, pipe: Connection, topology: str, end: str, env: dict[str, str]
 ) -> NoReturn:
     """End by an interrupt in a step, or after two, as a script whose wrapper is still there."""
     os.environ.update(env, RANK=str(rank))
-    begin_process()
     # It is ignored where the tests were started in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo")
@@ -183,7 +174,7 @@ def end_in_flight(
     try:
         for step in range(9 if "interrupt" in end else 2):
             if step == 1:
-                ready.send(None)
+                pipe.send(("ready", None))
             if step and rank == 1:
                 time.sleep(7)
             optimizer.step()
@@ -212,25 +203,29 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
 
     All ranks that are interrupted, elastic ones, too, are gone soon.
     """
-    stores, ranks, ready, codes = [], {}, [], {}
-    for topology, end, size in WORLDS:
-        stores.append(launcher_store())
-        env = environment(stores[-1], size, 1)
-        for rank in range(size):
-            ours, theirs = PROCESSES.Pipe(duplex=False)
-            args = topology, end, env, rank, theirs
-            ranks[topology, end, rank] = start_process(end_in_flight, *args)
-            theirs.close()
-            ready.append(ours)
-    assert all(pipe.poll(60) for pipe in ready)
-    # Rank 0 waits for rank 1, which sleeps.
-    time.sleep(0.2)
-    interrupted = {where for where in ranks if "interrupt" in where[1]}
-    for where in interrupted:
-        os.kill(ranks[where].pid or 0, signal.SIGINT)
-    for group, seconds in ((interrupted, SECONDS_TO_END), (ranks.keys() - interrupted, 60)):
-        deadline = time.monotonic() + seconds
-        for where in group:
-            ranks[where].join(max(0.0, deadline - time.monotonic()))
-            codes[where] = ranks[where].exitcode
-    assert codes == {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
+    with ExitStack() as stack:
+        worlds, stores = {}, []
+        for topology, end, size in WORLDS:
+            stores.append(launcher_store())
+            env = environment(stores[-1], size, 1)
+            ranks = Processes(size, end_in_flight, topology, end, env)
+            worlds[end] = stack.enter_context(ranks)
+        for ranks in worlds.values():
+            for rank in ranks.workers:
+                ranks.wait_for(rank, "ready")
+        # Rank 0 waits for rank 1, which sleeps.
+        time.sleep(0.2)
+        for code, seconds in ((INTERRUPTED, SECONDS_TO_END), (0, 60)):
+            deadline, codes = time.monotonic() + seconds, set()
+            workers = [
+                each
+                for end, ranks in worlds.items()
+                for each in ranks.workers.values()
+                if ("interrupt" in end) == bool(code)
+            ]
+            for worker in workers if code else ():
+                os.kill(worker.pid, signal.SIGINT)
+            for worker in workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+                codes.add(worker.exitcode)
+            assert codes == {code}

@@ -9,7 +9,7 @@ import torch
 from dense import Oracle
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scripted_ranks import Spec, World, stack
+from scripted_ranks import Spec, World, perform, stack
 
 from decent_optim_wrapper import Group
 from decent_optim_wrapper.wire.layout import MIB, Layout
@@ -95,7 +95,8 @@ PAIR = World(
 @example(world=PAIR, calls=["step", "average", "reload", "step"])
 @example(world=PAIR, calls=["step", "reload", "resume", "step", "reload", "synchronize"])
 def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: list[str]) -> None:
-    history = zip(["start", *calls], world.run(calls), Oracle(world).perform(calls), strict=True)
+    seen = perform(world, calls), Oracle(world).perform(calls)
+    history = zip(["start", *calls], *seen, strict=True)
     for count, (call, ranks, expected) in enumerate(history):
         square = 0.0
         for index, value in enumerate(expected.values):
@@ -113,8 +114,8 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
 def test_evaluating_and_resuming_change_no_bit_of_the_training(
     world: World, script: list[tuple[str, list[str]]]
 ) -> None:
-    plain = world.run(["step", *(call for call, _ in script)])
-    looked = world.run(["step", *(name for call, looks in script for name in (*looks, call))])
+    plain = perform(world, ["step", *(call for call, _ in script)])
+    looked = perform(world, ["step", *(name for call, looks in script for name in (*looks, call))])
     for before, one, other in zip(plain[0], plain[-1], looked[-1], strict=True):
         assert all(map(torch.equal, one.values, other.values))
         assert not torch.equal(before.values[0], one.values[0])
@@ -126,7 +127,8 @@ def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
     assume(any(group.size == 2 for group in world.phases[0]))
     # An exact average of more than two sums, and a first round that is idle sends nothing.
     world.options.update(gossip_every=1, global_avg_every=None)
-    start, *history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"], same_start=True)
+    calls = ["average_for_good", *["step_at_lr_zero"] * rounds, "synchronize"]
+    _, start, *history = perform(world, calls)
     assert any(rank.number > 0 for rank in history[0])
     for ranks in history:
         for rank in ranks:

@@ -32,12 +32,12 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_046, "gossip": 1_645, "wire": 1_286, "comm": 1_148, "start": 847, "elastic": 780},
+    **{"": 1_045, "gossip": 1_645, "wire": 1_286, "comm": 1_148, "start": 847, "elastic": 780},
     **{"launcher": 550, "planning": 309, "checkpoint": 480, "topo": 556, "extensions": 520},
     **{"ddp": 499, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
 }
 # Code lines of all tests, likewise.
-TEST_LINES = 14_521
+TEST_LINES = 14_203
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,23 +107,6 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     assert (mean - initial_weights(SEED)).abs().max() > LR
     # Rounds of all ranks in the last step leave no difference, nor does DDP.
     assert ((expected - mean).abs().max() < 1e-9) == (method.codec is None)
-
-
-def test_the_steps_until_the_loss_of_ddp_are_those_of_longer_trainings(tmp_path: Path) -> None:
-    results, seeds = time_to_loss.Results(tmp_path / "losses.csv", stacked_gpt.STEPS), (0,)
-    ddp, ours = time_to_loss.ROWS[0], time_to_loss.Row("ours", start=2)
-    for row, length, losses in (
-        *((ddp, 1.0, [2.1, 2.0, 2.2]), (ours, 1.0, [2.3, 2.1, 2.2])),
-        *((ddp, 1.1, [9, 1.8, 9]), (ours, 1.1, [9, 2.06, 9]), (ours, 1.2, [9, 1.96, 9])),
-    ):
-        for exponent, loss in enumerate(losses, row.start - 1):
-            results.add(results.key(row, row.name, exponent, 0, length), loss)
-    assert time_to_loss.steps_needed(results, ddp, seeds) == 1
-    assert time_to_loss.steps_needed(results, ours, seeds) == pytest.approx(1.16)
-    ratios, times = time_to_loss.times_to_loss(results, seeds)
-    (wrapper,) = (row[1:] for row in time_to_loss.step_times() if row[0] == "the wrapper")
-    assert times["the wrapper"] == [pytest.approx(1.16 * float(cell)) for cell in wrapper]
-    assert len(ratios) == len(times["DDP"])
 
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:

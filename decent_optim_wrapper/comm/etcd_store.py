@@ -50,7 +50,7 @@ class EtcdStore(Store):
         endpoints: the servers, as in "host1:2379,host2:2379,host3:2379".
         prefix: prefix of all keys; runs with different prefixes do not see each other.
         timeout: upper bound of every call, including the wait of `get` and `wait` for a key.
-        user: user name, if the servers ask for one.
+        user: user name, if the servers ask for one. Needs `ca_cert`.
         password: its password.
         ca_cert: file with the certificate authority of the servers; turns on TLS.
         client_cert: file with the certificate of this client, if the servers ask for one.
@@ -83,8 +83,9 @@ class EtcdStore(Store):
         for pair in (login, {"client_cert": client_cert, "client_key": client_key}):
             if list(pair.values()).count(None) == 1:
                 raise ValueError(f"expected both {' and '.join(pair)}, got only one; pass both")
-        if client_cert is not None and ca_cert is None:
-            raise ValueError("client_cert needs ca_cert, which turns on TLS; pass it, too")
+        # The client sends no password over a connection that others can read.
+        if ca_cert is None and (user is not None or client_cert is not None):
+            raise ValueError("user and client_cert need ca_cert, which turns on TLS; pass it, too")
         self._endpoints = endpoints
         self._addresses = [read_endpoint(each) for each in endpoints.split(",")]
         self._library = _client_library()

@@ -47,9 +47,8 @@ def warn_of_rounding(settings: Settings, session: Session) -> None:
 def _sent(pipeline: Pipeline, gossip_every: int) -> str:
     phases = pipeline.session.schedule.phases
     per_round = sum(_bytes(bucket, group) for group in phases for bucket in pipeline.buckets)
-    mean = per_round / len(phases) / gossip_every
     unit = "step" if pipeline.policy.pacing.synchronous else "round"
-    return f"{_in_units(mean)} of parameters per {unit}"
+    return f"{_in_units(per_round / len(phases) / gossip_every)} of parameters per {unit}"
 
 
 def _in_units(nbytes: float) -> str:
