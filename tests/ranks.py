@@ -54,7 +54,7 @@ def start_server() -> None:
 
 
 def start_process(target: Callable[..., Any], *args: Any, daemon: bool = True) -> ForkServerProcess:
-    """Start a process that calls `target(*args)`."""
+    """Start a process that calls `target(*args)`; a daemon cannot start processes itself."""
     start_server()
     process = PROCESSES.Process(target=target, args=args, daemon=daemon)
     process.start()
@@ -140,7 +140,9 @@ class Processes:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe()
         self._pipes[ours] = rank
-        self.workers[rank] = start_process(_work, self._main, rank, theirs, self._args)
+        self.workers[rank] = start_process(
+            _work, self._main, rank, theirs, self._args, daemon=False
+        )
         self._started.append(self.workers[rank])
         theirs.close()
 
@@ -197,7 +199,7 @@ def _work(main: Callable[..., Any], rank: int, pipe: Connection, args: tuple[Any
         pipe.send(("result", main(rank, pipe, *args)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
-        sys.exit(1)
+        raise
 
 
 def run_processes(
@@ -305,31 +307,25 @@ def run_script_on_ranks(
 def _run_scripts(
     envs: list[dict[str, str]], command: tuple[str | Path, ...], cwd: Path, seconds: float
 ) -> str:
-    with TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(len(envs))]
-        workers = [
-            # Not a daemon: it may start processes itself.
-            start_process(_script, env, tuple(map(str, command)), cwd, output, daemon=False)
-            for env, output in zip(envs, outputs, strict=True)
-        ]
+    with (
+        TemporaryDirectory() as folder,
+        Processes(len(envs), _script, envs, [*map(str, command)], cwd, Path(folder)) as ranks,
+    ):
         deadline = time.monotonic() + seconds
-        try:
-            for worker in workers:
-                worker.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
-        printed = [output.read_text() if output.exists() else "" for output in outputs]
-    assert [worker.exitcode for worker in workers] == [0] * len(envs), "\n".join(printed)
-    return "".join(printed)
+        for worker in ranks.workers.values():
+            worker.join(max(0.0, deadline - time.monotonic()))
+        printed = "".join(output.read_text() for output in sorted(Path(folder).iterdir()))
+        codes = [worker.exitcode for worker in ranks.workers.values()]
+    assert codes == [0] * len(envs), printed
+    return printed
 
 
-def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Path) -> None:
-    """In a process of its own: what a fresh interpreter does, with its output in a file."""
-    print_to(output)
-    os.environ.update(env)
-    begin_process()
+def _script(
+    rank: int, _: Connection, envs: list[dict[str, str]], command: list[str], cwd: Path, out: Path
+) -> None:
+    """What a fresh interpreter does, with its output in a file."""
+    print_to(out / str(rank))
+    os.environ.update(envs[rank])
     os.chdir(cwd)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import (
-    PROCESSES,
     Processes,
     keep_no_idle_threads,
     launcher_store,
-    start_process,
     threads_end,
 )
 from torch import Tensor
@@ -314,10 +312,8 @@ class StoreProcess:
         self, host: str = "127.0.0.1", prepare: Callable[..., Any] | None = None, *args: Any
     ) -> None:
         self._host = host
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        self._process = start_process(_serve, host, theirs, prepare, args)
-        theirs.close()
-        self.port: int = ours.recv()
+        self._processes = Processes(1, _serve, host, prepare, args)
+        self.port: int = self._processes.wait_for(0, "port")
 
     def __enter__(self) -> StoreProcess:
         return self
@@ -332,12 +328,11 @@ class StoreProcess:
 
     def kill(self) -> None:
         """End the store without a word."""
-        self._process.kill()
-        self._process.join()
+        self._processes.kill(0)
 
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
-        _signal(self._process.pid or 0, number)
+        _signal(self._processes.workers[0].pid, number)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -354,12 +349,12 @@ def _stands_still(thread: Path) -> bool:
 
 
 def _serve(
-    host: str, pipe: Connection, prepare: Callable[..., Any] | None, args: tuple[Any, ...]
+    _: int, pipe: Connection, host: str, prepare: Callable[..., Any] | None, args: tuple[Any, ...]
 ) -> None:
     if prepare is not None:
         prepare(*args)
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
+    pipe.send(("port", store.port))
     threading.Event().wait()
 
 

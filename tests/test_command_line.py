@@ -7,14 +7,12 @@ import io
 import re
 import runpy
 import sys
-import threading
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from ranks import print_to, run_processes, start_process
+from ranks import run_processes, run_script
 from time_to_loss import step_times
 
 from decent_optim_wrapper.cli import main
@@ -115,24 +113,19 @@ def run_module(rank: int, command: str) -> tuple[object, str]:
     return caught.value.code, output.getvalue()
 
 
-def run_beside_a_busy_thread(command: str, output: Path) -> None:
-    print_to(output)
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    sys.argv[1:] = command.split()
-    runpy.run_module("decent_optim_wrapper", run_name="__main__")
+BESIDE_A_BUSY_THREAD = """
+import runpy, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+runpy.run_module("decent_optim_wrapper", run_name="__main__")
+"""
 
 
 @pytest.mark.slow
 def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> None:
     """As that of a launcher whose store has lost its majority."""
-    output = tmp_path / "output"
-    process = start_process(run_beside_a_busy_thread, "topologies --world-size 4", output)
-    process.join(40)
-    try:
-        assert process.exitcode == 0
-        assert "ring" in output.read_text()
-    finally:
-        process.kill()
+    (tmp_path / "script.py").write_text(BESIDE_A_BUSY_THREAD)
+    command = ("script.py", "topologies", "--world-size", "4")
+    assert "ring" in run_script(*command, cwd=tmp_path, seconds=40)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import oracle
+from modules import Training, adamw, flat, make_model
 from problem import flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import KeptRanks, Processes, end_interpreter, environment, launcher_store
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, OuterOptimizer, TopologyFactory
@@ -78,21 +79,11 @@ def test_a_process_group_restricts_the_gossip_to_its_ranks(four_ranks: KeptRanks
     assert (rows[0] - rows[3]).abs().max() > 1e-3
 
 
-class Trained(NamedTuple):
-    """A model and its wrapper; also an object that holds the wrapper, as the guide saves it."""
-
-    model: nn.Module
-    optimizer: DecentOptimWrapper
-
-    def take_steps(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            batch = torch.full((2, 3), float(dist.get_rank() + step))
-            self.model(batch).square().mean().backward()
-            self.optimizer.step()
+class Saved(Training):
+    """An object that holds a model and its wrapper, as the guide saves it."""
 
     def values(self) -> list[float]:
-        return list(flatten(list(self.model.parameters())).tolist())
+        return list(flat(self.model).tolist())
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -102,30 +93,23 @@ class Trained(NamedTuple):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def fresh(seed: int, steps: int = 0, **options: Any) -> Trained:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    base = torch.optim.AdamW(model.parameters(), lr=0.05)
-    run = Trained(model, wrap([], base=base, topology="ring", **options))
-    run.take_steps(range(steps))
-    return run
-
-
 def resume_by_distributed_checkpoint(folder: str) -> tuple[list[float], ...]:
     """The end of a run, and of those that load an average by themselves, or either by torch."""
-    key, outer = f"rank_{dist.get_rank()}", OuterOptimizer(nesterov(0.5))
-    run = fresh(seed=0, steps=3, extensions=[outer])
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"overlap": True, "extensions": [OuterOptimizer(nesterov(0.5))]}
+    build = partial(Saved, rank, None, base=adamw, **options)
+    key, run = f"rank_{rank}", build(model=make_model(seed=0))
+    run.train(range(3))
     own = run.values()
     dcp.state_dict_saver.save({key: run}, checkpoint_id=f"{folder}/own")
     with run.optimizer.averaged():
         assert run.values() != own
         state = copy.deepcopy(run.state_dict())
         dcp.state_dict_saver.save({key: run}, checkpoint_id=f"{folder}/average")
-    run.take_steps(range(3, 6))
-    run.optimizer.synchronize()
-    ends = [run.values()]
+    run.train(range(3, 6))
+    ends = [run.end().tolist()]
     for source in ("", "average", "own"):
-        resumed = fresh(seed=1, extensions=[outer])
+        resumed = build(model=make_model(seed=1))
         get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
         # Also a rank that has an average in place loads what was saved without one.
         with resumed.optimizer.averaged() if source != "average" else nullcontext():
@@ -136,9 +120,8 @@ def resume_by_distributed_checkpoint(folder: str) -> tuple[list[float], ...]:
         assert resumed.optimizer.round == 3
         assert resumed.optimizer.state_dict()["gossip"]["in_flight"] == (source == "own")
         assert resumed.values() != ends[0]
-        resumed.take_steps(range(3, 6))
-        resumed.optimizer.synchronize()
-        ends.append(resumed.values())
+        resumed.train(range(3, 6))
+        ends.append(resumed.end().tolist())
     return tuple(ends)
 
 
