@@ -120,8 +120,9 @@ def survive(
                 getattr(optimizer, call)()
         except PeerError as error:
             seconds = time.monotonic() - start
+            sizes = [param.numel() for param in params]
             is_other = (flatten(params) - expected).abs() > 1e-15
-            moved = [bool(each.any()) for each in is_other.split([p.numel() for p in params])]
+            moved = [bool(each.any()) for each in is_other.split_with_sizes(sizes)]
             # What is collective mixes the round before it.
             is_mixed = overlap == "forward" and call in COLLECTIVE and all(moved)
             untouched = not any(moved) or is_mixed

@@ -183,6 +183,11 @@ def cut(where: Lab, host: int, other: int | None = None) -> None:
         _sh(f"ip -n {space} neigh replace {address(i)} lladdr 02:00:00:00:ff:ff dev eth0")
 
 
+def mend(where: Lab, host: int) -> None:
+    """Undo `cut` of what a host sends: it asks for the hardware addresses of the others again."""
+    _sh(f"ip -n {where.hosts[host]} neigh flush dev eth0 nud permanent")
+
+
 def slow_down(where: Lab, host: int, rate: str) -> None:
     """Limit the rate at which a host sends, in the notation of `tc`."""
     bucket = f"root tbf rate {rate} burst 2kb latency 2s"

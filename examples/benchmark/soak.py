@@ -32,7 +32,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -473,9 +472,7 @@ class Fleet:
 
     def mend(self, rank: int) -> None:
         """Lose no more of what the rank sends."""
-        forget = "neigh flush dev eth0 nud permanent"
-        command = ["ip", "-n", self._where.hosts[rank], *forget.split()]
-        subprocess.run(command, check=True, capture_output=True)
+        netlab.mend(self._where, rank)
         self._cut.remove(rank)
         self._mended.add(rank)
         self._note_stop(rank, ends=True)
