@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
@@ -53,9 +54,8 @@ def host() -> Iterator[Executor]:
 def survive(_: int, *arguments: Any) -> str:
     """Runs survive_digits.py as a rank of a launcher that starts none again."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return run_example(EXAMPLES / "survive_digits.py", *arguments)
+    sys.path.insert(0, str(EXAMPLES))
+    return run_example(EXAMPLES / "survive_digits.py", *arguments)
 
 
 def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
@@ -74,20 +74,16 @@ def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
 def gossip_in_both_ways(rank: int) -> list[list[float]]:
     """Parameters before training, after it with the library, and with the minimal example."""
     dist.init_process_group("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        minimal = importlib.import_module("minimal_gossip").MinimalGossip
+    sys.path.insert(0, str(EXAMPLES))
+    minimal = importlib.import_module("minimal_gossip").MinimalGossip
+    ours = partial(
+        DecentOptimWrapper, topology="one-peer-exp", overlap=False, bucket_cap_mb=TINY_CAP_MB
+    )
     found: list[list[float]] = []
-    for wrapped in (True, False):
+    for wrap in (ours, minimal):
         # Rank 0's values are in place of the others' when training begins.
         params = make_params(seed=rank, dtype=torch.float32)
-        base = adamw(params)
-        options: dict[str, Any] = {
-            "topology": "one-peer-exp",
-            "overlap": False,
-            "bucket_cap_mb": TINY_CAP_MB,
-        }
-        gossip = DecentOptimWrapper(base, **options) if wrapped else minimal(base)
+        gossip = wrap(adamw(params))
         first = flatten(params).tolist()
         for step in range(7):
             backward(params, rank, step)
