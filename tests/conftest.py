@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Gloo's thread tries a lock again and again while its holder sends. Woken by what is sent, it takes
 # the holder's core, and keeps it for milliseconds. A thread of a batch job takes nobody's.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# What is imported and collected stays: each full collection would look at it for a third of a
+# second, those of tests and the ten at the end of the session. In the end as usual, or Triton
+# would list what cannot be freed, after the dots.
+gc.disable()
+atexit.register(gc.unfreeze)
 
 # The line that rank 0 logs at its start would stand between the dots.
 os.environ.setdefault("DECENT_LOG", "off")
@@ -84,16 +91,10 @@ def four_ranks() -> Iterator[KeptRanks]:
     kept.end()
 
 
-def pytest_unconfigure() -> None:
-    """Let the interpreter end as usual: Triton would list what cannot be freed, after the dots."""
-    gc.unfreeze()
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what ranks are forked with before the time of a test runs."""
-    # What is imported stays: each full collection looks at it for a third of a second, those of
-    # tests and the five at the end of the session.
     gc.freeze()
+    gc.enable()
     if session.config.option.collectonly:
         return
     if any(item.get_closest_marker("slow") for item in session.items):

@@ -225,18 +225,13 @@ class FakeGroup(dist.ProcessGroup):
     """
 
     def __init__(self, mode: FakeCuda, rank: int, size: int, kind: str, number: int = -1) -> None:
-        super().__init__(rank, size)
+        super().__init__(dist.HashStore(), rank, size)  # type: ignore[attr-defined]
         self._mode, self._number, self.kind = mode, number, kind
-        self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._receives: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         # Those of the backend for GPUs.
         self.options = SimpleNamespace(_timeout=timedelta(minutes=1))
         # The communicators that the library has made of this group.
         self.made: list[FakeGroup] = []
-
-    def get_group_store(self) -> Any:
-        """Where communicators are built."""
-        return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type == "cpu" and "gloo" not in self.kind:
@@ -349,9 +344,7 @@ def post_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """All buckets travel as if their values had to come from a GPU."""
     new_vector = storage.new_vector
 
-    def unpinned(
-        numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
-    ) -> Tensor:
+    def unpinned(numel: int, dtype: Any, device: Any, pinned: bool = False) -> Tensor:
         return new_vector(numel, dtype, device)
 
     for module in (storage, bucket, coded):

@@ -55,7 +55,9 @@ def test_parameters_of_any_layout_and_dtype_are_mixed_as_contiguous_ones(
             strides = [param.stride() for param in params]
             base = torch.optim.SGD([param.requires_grad_() for param in params], lr=0.0)
             options = {"param_as_bucket_view": views, "sync_at_start": False, **OPTIONS[option]}
-            optimizer = wrap(params, group, base, topology=TOPOLOGY, **options)
+            options |= {"topology": TOPOLOGY, "bucket_cap_mb": 600 / 2**20}
+            optimizer = wrap(params, group, base, **options)
+            assert len(optimizer.buckets) > len(DTYPES)
             start = [param.detach().clone() for param in params]
             for _ in range(4):
                 optimizer.step()

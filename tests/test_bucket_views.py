@@ -221,8 +221,7 @@ def tied_model(seed: int = 0) -> nn.Sequential:
 
 
 def saved_bytes(part: nn.Module) -> int:
-    file = io.BytesIO()
-    torch.save(part.state_dict(), file)
+    torch.save(part.state_dict(), file := io.BytesIO())
     return len(file.getvalue())
 
 

@@ -467,6 +467,7 @@ def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_pat
     assert files(tmp_path) == [file_of(tmp_path, 1, 0, 1), marker_of(tmp_path, 1, 1)]
 
 
+@pytest.mark.slow
 def test_nobody_is_given_up_while_a_rank_writes_for_longer_than_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def await_(found: Callable[[], bool]) -> None:
     assert found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marked", [False, True])
 def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked: bool) -> None:
     store, stale_after = HashStore(), 1000.0 if marked else 1.0

@@ -331,6 +331,7 @@ class Offloads(SGD):
 VIEWED: dict[str, Any] = {"param_as_bucket_view": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "warns"),
     [

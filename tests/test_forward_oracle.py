@@ -31,11 +31,10 @@ BASES = {
     "adamw": partial(adamw, eps=EPS),
     "accumulating": partial(accum_adam, eps=EPS),
 }
-# By name, with the ranks of a node: pairs, groups of all ranks, and both in turn.
+# Pairs, groups of all ranks, and both in turn.
 TOPOLOGIES = {
-    "ring": ("ring", 1),
-    "complete": ("complete", 1),
-    "alternating-exp-ring": ("alternating-exp-ring", 2),
+    name: TopologyFactory.create(name, RANKS, local)
+    for name, local in (("ring", 1), ("complete", 1), ("alternating-exp-ring", 2))
 }
 SCHEDULES = {
     "every step": Schedule(),
@@ -44,17 +43,13 @@ SCHEDULES = {
 }
 
 
-def topology_of(name: str, local: int) -> Topology:
-    return TopologyFactory.create(name, RANKS, local)
-
-
 class Case(NamedTuple):
     """How the ranks train.
 
     Args:
         way: "step", "backward" or "at end" of the backward pass.
         overlap: mixes before the forward pass, with the next update, or at once.
-        topology: its name, and the number of ranks of a node.
+        topology: who mixes with whom.
         base: makes the optimizer.
         schedule: of the rounds.
         views: whether the parameters are views of the buckets.
@@ -65,7 +60,7 @@ class Case(NamedTuple):
 
     way: str
     overlap: Any
-    topology: tuple[str, int]
+    topology: Topology
     base: Any
     schedule: Schedule
     views: bool
@@ -83,7 +78,7 @@ def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list
     """The parameters at the end, and those of each bucket by number."""
     scaler = GradScaler("cpu", init_scale=64.0, enabled=case.scales)
     options: dict[str, Any] = {
-        "topology": topology_of(*case.topology),
+        "topology": case.topology,
         "schedule": case.schedule,
         "param_as_bucket_view": case.views,
         "overlap": case.overlap,
@@ -126,7 +121,6 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
     models = [Odd() for _ in range(RANKS)]
     worlds = [list(model.parameters()) for model in models]
     bases = [case.base(list(model.named_parameters())) for model in models]
-    topology = topology_of(*case.topology)
     schedule = case.schedule
 
     def compute(rank: int, step: int) -> None:
@@ -145,7 +139,7 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
     def land(step: int) -> None:
         assert isinstance(schedule.gossip_every, int)
         every, averages = schedule.gossip_every, schedule.global_avg_every
-        mix(worlds, due_matrix(topology, every, averages, schedule.mixing_rate, step))
+        mix(worlds, due_matrix(case.topology, every, averages, schedule.mixing_rate, step))
 
     return train_densely(worlds, STEPS, case.overlap is True, compute, update, land)
 

@@ -119,10 +119,6 @@ def test_every_hook_runs_once_for_each_optimizer_whose_step_is_called(
 
         return hook
 
-    handles = [
-        register_optimizer_step_pre_hook(recording("all pre")),
-        register_optimizer_step_post_hook(recording("all post")),
-    ]
     for hooked in (wrapper, base) if own_hooks else (wrapper,):
         hooked.register_step_pre_hook(recording("pre"))
         hooked.register_step_post_hook(recording("post"))
@@ -131,16 +127,16 @@ def test_every_hook_runs_once_for_each_optimizer_whose_step_is_called(
     if own_hooks or kind is Unlisted:
         # The base is updated in one call.
         expected[2:2] = [(name, base) for name in (names if own_hooks else names[::3])]
-    try:
+    with (
+        register_optimizer_step_pre_hook(recording("all pre")),
+        register_optimizer_step_post_hook(recording("all post")),
+    ):
         for step in range(2):
             calls.clear()
             take_steps(wrapper, params, 0, [step])
             assert calls == expected
             take_steps(plain, reference, 0, [step])
             assert calls[-1] == ("all post", plain)
-    finally:
-        for handle in handles:
-            handle.remove()
     assert torch.equal(flatten(params), flatten(reference))
     assert not torch.equal(flatten(params), flatten(make_params()))
 

@@ -60,6 +60,7 @@ def test_a_writer_that_cannot_write_is_refused() -> None:
         log_stats(wrap(make_params()), writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_slow_rank_is_named_and_who_waits_for_it(overlap: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Report:

@@ -43,6 +43,7 @@ def load(params: list[Tensor], optimizer: DecentOptimWrapper, path: Path) -> Non
         torch._foreach_copy_(params, saved["model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["added", "unfrozen"])
 def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(change: str) -> None:
     """A new wrapper would put parameters together that stay apart in the storage of views."""

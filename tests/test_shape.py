@@ -103,16 +103,15 @@ def parsed(source: str) -> ast.Module:
 
 def code_lines(source: str) -> int:
     """Lines that are neither empty nor comments nor docstrings."""
-    docs: set[int] = set()
-    for node in ast.walk(parsed(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
-                docs |= set(range(first, last + 1))
     lines: set[int] = set()
+    begins = True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT and token.string.strip():
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docs)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            is_doc = begins and token.type == tokenize.STRING
+            begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+            if token.string.strip() and not is_doc:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines)
 
 
 def test_code_lines_leave_out_text() -> None:
