@@ -20,16 +20,12 @@ import decent_optim_wrapper
 Batch = tuple[Tensor, Tensor]
 
 
-def batches(count: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(count):
-        inputs = torch.randn(16, 10, generator=generator)
-        yield inputs, inputs.sum(dim=1, keepdim=True)
-
-
 class Loader:
     def __iter__(self) -> Iterator[Batch]:
-        return batches(40)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(40):
+            inputs = torch.randn(16, 10, generator=generator)
+            yield inputs, inputs.sum(dim=1, keepdim=True)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -40,11 +40,9 @@ def ours(command: Sequence[str]) -> int:
     return main(["run", *command])
 
 
-def hurried(
-    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, spare: float = 10.0
-) -> int:
-    """Run our launcher so that it waits for others, a store and its spare process for so long."""
-    beats = mock.patch.multiple(nodes, PAUSE=pause, SILENT_SECONDS=seconds)
+def hurried(command: Sequence[str], seconds: float = 90.0, spare: float = 10.0) -> int:
+    """Run our launcher so that it waits for a store and its spare process for so long."""
+    beats = mock.patch.multiple(nodes, PAUSE=0.1, SILENT_SECONDS=seconds)
     with beats, mock.patch.object(program, "SPARE_SECONDS", spare):
         return ours(command)
 

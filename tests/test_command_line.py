@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import runpy
+import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -27,8 +28,13 @@ def printed(command: str) -> str:
 
 def refusal(command: str) -> str:
     """The last line, with which a command ends; the usage comes before it."""
-    with contextlib.redirect_stderr(io.StringIO()) as output, pytest.raises(SystemExit, match="2"):
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as output,
+        mock.patch("subprocess.Popen") as started,
+        pytest.raises(SystemExit, match="2"),
+    ):
         main(command.split())
+    started.assert_not_called()
     *_, line = output.getvalue().strip().splitlines()
     return line
 
@@ -77,6 +83,7 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         assert "Muon x 1.5" in advice
 
 
+ETCD = "etcd://host:2379/run"
 REFUSED = {
     "nonsense": "invalid choice: 'nonsense'",
     "topologies --world-size 0": "world_size must be 1 or more",
@@ -88,17 +95,33 @@ REFUSED = {
     "plan --parameters 1e6 --ranks 4 --bandwidth 1tbit --step 1": "bandwidth=nan",
     "plan --parameters 1Q --ranks 4 --bandwidth 1gbit --step 1": "invalid count value: '1Q'",
     "plan --parameters 1M --ranks 4 --bandwidth 5 --step 1": "invalid bandwidth value: '5'",
+    "run --nnodes 2 train.py": "--nnodes 2 needs --endpoint host:port",
+    "run --nnodes 2 --node-rank 2 x.py": "--node-rank must be below 2",
+    "run --endpoint 29500 x.py": "host:port, with a port from 1 to 65535, got '29500'",
+    "run --nproc-per-node 0 train.py": "--nproc-per-node must be at least 1, got 0",
+    "run --store host1:2379 train.py": "expected a store as 'etcd://host1:2379,host2",
+    f"run --store {ETCD}?colour=red train.py": "unknown options ['colour']",
+    "run no_such.py --lr 1": "there is no script 'no_such.py' in ",
+    "run": "required: script.py",
 }
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_bad_arguments_are_named_and_exit_2_before_the_ranks_meet(
+def test_bad_arguments_are_named_and_exit_2_before_ranks_start_or_meet(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert REFUSED[command] in refusal(command)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_client_and_a_taken_port_are_errors_before_any_rank_is_started() -> None:
+    with mock.patch.dict(sys.modules, {"pyetcd": None}):
+        assert "pip install '.[etcd]'" in refusal(f"run --store {ETCD} -m train")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert "in use" in refusal(f"run --endpoint 127.0.0.1:{port} -m train")
 
 
 def run_module(rank: int, command: str) -> tuple[object, str]:

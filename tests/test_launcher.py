@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -14,7 +12,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from etcd_servers import etcd_servers, free_ports
@@ -23,7 +20,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper import EtcdStore
-from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -370,43 +366,3 @@ def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
         assert nodes[0].end() == 0
     assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
     assert not cluster.processes
-
-
-ETCD = "etcd://host:2379/run"
-REFUSED = [
-    ("--nnodes 2 train.py", "--nnodes 2 needs --endpoint host:port"),
-    ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be below 2"),
-    ("--endpoint 29500 train.py", "expected host:port, with a port from 1 to 65535, got '29500'"),
-    ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
-    ("--store host1:2379 train.py", "expected a store as 'etcd://host1:2379,host2"),
-    (f"--store {ETCD}?colour=red train.py", "unknown options ['colour']"),
-    ("no_such.py --lr 1", "there is no script 'no_such.py' in "),
-    ("", "required: script.py"),
-]
-
-
-def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The line with which the launcher ends before it has started anything."""
-    before = children(os.getpid())
-    with pytest.raises(SystemExit) as caught:
-        main(["run", *arguments.split()])
-    assert caught.value.code == 2
-    assert children(os.getpid()) == before
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(("arguments", "text"), REFUSED)
-def test_options_that_cannot_be_are_refused(
-    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert text in refusal(arguments, capsys)
-
-
-def test_a_missing_client_and_a_taken_port_are_errors_before_any_rank_is_started(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with mock.patch.dict(sys.modules, {"pyetcd": None}):
-        assert "pip install '.[etcd]'" in refusal(f"--store {ETCD} -m train", capsys)
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        assert "in use" in refusal(f"--endpoint 127.0.0.1:{port} -m train", capsys)

@@ -44,8 +44,12 @@ def train(params: list[Tensor], rank: int, group: Any = None, **options: Any) ->
 def train_on_default_group() -> list[float]:
     rank = dist.get_rank()
     params = make_params(seed=rank)
+    # In its even and odd halves, no rank shares its node of two ranks with another.
+    halves: list[Any] = [dist.new_group([first, first + 2]) for first in (0, 1)]
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         optimizer = train(params, rank, topology="alternating-exp-ring")
+        half = wrap(make_params(), halves[rank % 2], topology="hierarchical")
+    assert half.topology.local_world_size == 1
     assert (optimizer.rank, optimizer.world_size) == (rank, 4)
     assert optimizer.topology.local_world_size == 2
     return list(flatten(params).tolist())
