@@ -251,6 +251,13 @@ class RestartableProcesses(Processes):
         last = max(max(self._rounds(rank), default=0) for rank in range(self.world_size))
         self.store.set("finish", str(last + margin))
 
+    def end(self, *ranks: int, margin: int = 12) -> list[Life]:
+        """Let these ranks, or all, end `train` together; what they have seen and agree on."""
+        self.finish(margin)
+        lives: list[Life] = self.results(*ranks)
+        agree(lives)
+        return lives
+
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
         _signal(self.workers[rank].pid, number)
@@ -287,17 +294,6 @@ class RestartableProcesses(Processes):
         """The members in the rounds that the rank has reported."""
         said = {key: value for (teller, key), value in self.reports.items() if teller == rank}
         return {int(key[6:]): value for key, value in said.items() if key.startswith("round ")}
-
-
-class TrainingProcesses(RestartableProcesses):
-    """Processes whose `main` is `train`, or calls it."""
-
-    def end(self, *ranks: int, margin: int = 12) -> list[Life]:
-        """Let these ranks, or all, end together; what they have seen, on which they agree."""
-        self.finish(margin)
-        lives: list[Life] = self.results(*ranks)
-        agree(lives)
-        return lives
 
 
 class StoreProcess:

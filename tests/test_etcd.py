@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from etcd_servers import EtcdServers, etcd_servers, free_ports
 from ranks import begin_process, end_interpreter, start_process
-from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
+from restartable_processes import Failure, RestartableProcesses, StoreProcess, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
@@ -282,7 +282,7 @@ def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_pat
     options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT, "patience": SLACK}
     with (
         stores_of(kind, tmp_path) as (make, ends),
-        TrainingProcesses(len(everyone), train_or_tell, make_store=make, **options) as processes,
+        RestartableProcesses(len(everyone), train_or_tell, make_store=make, **options) as processes,
     ):
         processes.all_reach("round 3")
         faults = zip((None, None, *ends), outcomes, strict=True)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import netlab
 import pytest
-from restartable_processes import Failure, Report, StoreProcess, TrainingProcesses, train_or_tell
+from restartable_processes import Failure, Report, RestartableProcesses, StoreProcess, train_or_tell
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 
@@ -49,22 +49,24 @@ def train_on_a_host(
 
 
 @contextmanager
-def ranks_on(where: netlab.Lab, timeout: float, ranks: int = RANKS) -> Iterator[TrainingProcesses]:
+def ranks_on(
+    where: netlab.Lab, timeout: float, ranks: int = RANKS
+) -> Iterator[RestartableProcesses]:
     """Ranks on hosts of their own, and a store on the next one."""
     with StoreProcess(netlab.address(ranks), netlab.enter, where.hosts[ranks]) as server:
         options: dict[str, Any] = {"make_store": server.connect, "timeout": timeout}
-        with TrainingProcesses(ranks, train_on_a_host, where, **options) as processes:
+        with RestartableProcesses(ranks, train_on_a_host, where, **options) as processes:
             yield processes
 
 
 @contextmanager
-def training(timeout: float) -> Iterator[tuple[netlab.Lab, TrainingProcesses]]:
+def training(timeout: float) -> Iterator[tuple[netlab.Lab, RestartableProcesses]]:
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout) as processes:
         processes.all_reach("round 3")
         yield where, processes
 
 
-def check_loss_of_the_store(processes: TrainingProcesses, rank: int, timeout: float) -> None:
+def check_loss_of_the_store(processes: RestartableProcesses, rank: int, timeout: float) -> None:
     failure: Failure = processes.wait_for(rank, "result", 40)
     assert failure.seconds < timeout + SLACK
     assert "the store in which the ranks agree does not answer" in failure.text

@@ -17,7 +17,6 @@ from restartable_processes import (
     Life,
     Report,
     RestartableProcesses,
-    TrainingProcesses,
     train,
     train_or_tell,
     wrap_elastic,
@@ -44,9 +43,9 @@ NOTICED = STALE_AFTER + 10.0
 EVERYONE = (0, 1, 2, 3)
 
 
-def trained(world_size: int, **options: Any) -> TrainingProcesses:
+def trained(world_size: int, **options: Any) -> RestartableProcesses:
     options = {"topology": "ring", "timeout": PATIENCE, **options}
-    return TrainingProcesses(world_size, train, **options)
+    return RestartableProcesses(world_size, train, **options)
 
 
 def test_a_killed_rank_that_is_started_again_at_once_is_not_missed() -> None:
@@ -162,7 +161,7 @@ def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> Non
     """Who sends no heartbeats is missed at once, whatever the timeout of the exchanges is."""
     options = {"overlap": AsItArrives(), "comm_dtype": INT4, "topology": "ring"}
     options = {**options, "param_as_bucket_view": True, "timeout": 10 * LONG}
-    with TrainingProcesses(4, train_or_tell, **options) as processes:
+    with RestartableProcesses(4, train_or_tell, **options) as processes:
         processes.all_reach("joined")
         processes.wait_for(1, "round 3")
         first = processes.workers[1].pid
@@ -249,7 +248,7 @@ def train_with_another_option_in_the_second_life(
 
 
 def test_a_rank_that_comes_back_as_another_is_refused_and_all_may_start_again() -> None:
-    with TrainingProcesses(3, train_with_another_option_in_the_second_life) as processes:
+    with RestartableProcesses(3, train_with_another_option_in_the_second_life) as processes:
         processes.all_reach("joined")
         processes.wait_for(0, "round 3")
         processes.kill(2)

@@ -25,7 +25,6 @@ from restartable_processes import (
     Report,
     RestartableProcesses,
     StoreProcess,
-    TrainingProcesses,
     train,
     train_or_tell,
     wrap_elastic,
@@ -144,7 +143,7 @@ def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
     options: dict[str, Any] = {"topology": "complete", "timeout": 8}
     with (
         StoreProcess() as server,
-        TrainingProcesses(4, train, make_store=server.connect, **options) as processes,
+        RestartableProcesses(4, train, make_store=server.connect, **options) as processes,
     ):
         processes.all_reach("round 3")
         with stopped(server):
