@@ -47,9 +47,9 @@ def ranks_with(*modules: str) -> Iterator[Run]:
 
 
 def _import(*modules: str) -> None:
-    begin_process()
     for module in modules:
         importlib.import_module(module)
+    begin_process()
 
 
 def _fork(env: dict[str, str], main: Callable[..., Any], args: Any) -> list[Any]:
