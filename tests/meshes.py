@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from dense import due_matrix, mix, train_densely
-from problem import flatten
-from ranks import KeptRanks
+from ranks import KeptRanks, run_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper
 
 # FSDP splits an odd width unevenly, and leaves nothing of it to the last of four ranks; tensor
 # parallelism wants an even one.
@@ -116,38 +114,25 @@ LAYOUTS = {
 }
 
 
-class Spread:
-    """One replica's part on this rank.
+class Replica:
+    """An unsharded replica.
 
     Args:
-        layout: of the mesh.
-        seed: of the parameters.
-        blocks: of the model.
-        timeout: of torch's own exchanges.
+        replica: which one.
+        model: of this replica.
+        gossip: arguments of the wrapper: who gossips.
     """
 
-    def __init__(
-        self, layout: Layout, seed: int = 0, blocks: int = BLOCKS, timeout: timedelta | None = None
-    ) -> None:
-        self.mesh, self._layout = layout.mesh(timeout), layout
-        self.replica = self.mesh.get_local_rank("gossip")
-        self.model: nn.Module = self._spread(make_model(seed, blocks))
+    def __init__(self, replica: int, model: nn.Module, **gossip: Any) -> None:
+        self.replica, self.model, self.gossip = replica, model, gossip
+        self.cap_mb = CAP_MB
         # The ranks that share a batch, and this rank's part of it.
         self._parts, self._part = 1, 0
-        for name in ("replicate", "fsdp"):
-            if name in layout.sizes:
-                self._part = self._part * layout.sizes[name] + self.mesh.get_local_rank(name)
-                self._parts *= layout.sizes[name]
 
     def wrap(self, make_base: MakeOptimizer, **options: Any) -> DecentOptimWrapper:
-        options = {"topology": "ring", "bucket_cap_mb": self._layout.cap_mb, **options}
-        return DecentOptimWrapper(
-            make_base(list(self.model.parameters())),
-            mesh=self.mesh,
-            gossip_dim="gossip",
-            model=self.model,
-            **options,
-        )
+        options = {"topology": "ring", "bucket_cap_mb": self.cap_mb, **self.gossip, **options}
+        base = make_base(list(self.model.parameters()))
+        return DecentOptimWrapper(base, model=self.model, **options)
 
     def backward(
         self,
@@ -169,22 +154,10 @@ class Spread:
             loss = loss_of(output, target)
             return loss if scaler is None else scaler.scale(loss)
 
-        if "pp" not in self._layout.sizes:
-            scaled_loss((through or self.model)(x), y).backward()  # type: ignore[no-untyped-call]
-            return
+        self._run(x, y, scaled_loss, through or self.model)
         if scaler is not None:
             # It starts with the first loss, which only the last stage has.
             scaler.scale(x.new_zeros(()))
-        if not hasattr(self, "_schedule"):
-            place, stages = self.mesh.get_local_rank("pp"), self._layout.sizes["pp"]
-            group, device = self.mesh.get_group("pp"), torch.device("cpu")
-            self._stage = PipelineStage(self.model, place, stages, device, group=group)
-            microbatches = max(2, stages)
-            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=scaled_loss)
-        if self._stage.is_first:
-            self._schedule.step(x)
-        else:
-            self._schedule.step(target=y)
 
     def forward(self, step: int) -> Tensor:
         """Run the model; of a pipeline, only this stage."""
@@ -204,6 +177,48 @@ class Spread:
             whole = param.full_tensor() if isinstance(param, DTensor) else param
             found[name] = whole.detach().clone().numpy()
         return found
+
+    def _run(self, x: Tensor, y: Tensor, loss: Callable[..., Tensor], model: nn.Module) -> None:
+        loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+
+
+class Spread(Replica):
+    """One replica's part on this rank.
+
+    Args:
+        layout: of the mesh.
+        seed: of the parameters.
+        blocks: of the model.
+        timeout: of torch's own exchanges.
+    """
+
+    def __init__(
+        self, layout: Layout, seed: int = 0, blocks: int = BLOCKS, timeout: timedelta | None = None
+    ) -> None:
+        self.mesh, self._layout = layout.mesh(timeout), layout
+        model = self._spread(make_model(seed, blocks))
+        replica = self.mesh.get_local_rank("gossip")
+        super().__init__(replica, model, mesh=self.mesh, gossip_dim="gossip")
+        self.cap_mb = layout.cap_mb
+        for name in ("replicate", "fsdp"):
+            if name in layout.sizes:
+                self._part = self._part * layout.sizes[name] + self.mesh.get_local_rank(name)
+                self._parts *= layout.sizes[name]
+
+    def _run(self, x: Tensor, y: Tensor, loss: Callable[..., Tensor], model: nn.Module) -> None:
+        if "pp" not in self._layout.sizes:
+            super()._run(x, y, loss, model)
+            return
+        if not hasattr(self, "_schedule"):
+            place, stages = self.mesh.get_local_rank("pp"), self._layout.sizes["pp"]
+            group, device = self.mesh.get_group("pp"), torch.device("cpu")
+            self._stage = PipelineStage(self.model, place, stages, device, group=group)
+            microbatches = max(2, stages)
+            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=loss)
+        if self._stage.is_first:
+            self._schedule.step(x)
+        else:
+            self._schedule.step(target=y)
 
     def _spread(self, model: nn.Sequential) -> nn.Module:
         sizes = self._layout.sizes
@@ -226,103 +241,26 @@ class Spread:
         return spread
 
 
-class Oracle:
-    """Unsharded replicas on a ring in one place, mixed by dense matrices.
-
-    Args:
-        replicas: how many.
-        make_base: makes the optimizer of each.
-        clip: the bound and the kind of the norm of each replica's gradients, if they are clipped.
-        clipped: the parameters that are clipped together, if not all are.
-        average_every: steps from one exact average to the next, if there are any.
-        make_outer: makes the outer optimizer that steps at exact averages, or at all rounds.
-        steps: how many each replica makes itself; it is idle in the others.
-        skips: pairs of replica and step without an update.
-        late: how many steps apart the rounds are, and after how many they are mixed.
-        rate: how far a round mixes.
-    """
-
-    def __init__(
-        self,
-        replicas: int,
-        make_base: MakeOptimizer,
-        clip: tuple[float, float] | None = None,
-        clipped: Sequence[Sequence[str]] = (),
-        average_every: int | None = None,
-        make_outer: MakeOptimizer | None = None,
-        steps: Sequence[int] = (),
-        skips: Collection[tuple[int, int]] = (),
-        late: int = 1,
-        rate: float = 1.0,
-    ) -> None:
-        self._late, self._rate, self._average_every = late, rate, average_every
-        self._steps, self._skips = steps, skips
-        self._clip, self._clipped = clip, clipped
-        self._models = [make_model() for _ in range(replicas)]
-        self._worlds: list[list[Tensor]] = [[*model.parameters()] for model in self._models]
-        self._bases = [make_base(params) for params in self._worlds]
-        self._topology = TopologyFactory.create("ring", replicas)
-        self.norms: list[list[float]] = [[] for _ in range(replicas)]
-        self._anchors = [[p.detach().clone() for p in params] for params in self._worlds]
-        self._outers = [make_outer(anchors) for anchors in self._anchors] if make_outer else []
-
-    def train(self, overlap: bool = True, steps: int = STEPS) -> Oracle:
-        """Make the steps, and leave nothing in flight."""
-        train_densely(
-            self._worlds,
-            steps,
-            overlap,
-            self._compute,
-            self._update,
-            self._land,
-            staleness=self._late,
-        )
-        return self
-
-    def parameters(self, replica: int) -> dict[str, Tensor]:
-        named = self._models[replica].named_parameters()
-        return {name: param.detach() for name, param in named}
-
-    def distance(self) -> float:
-        """Root mean square of the replicas' distances to their mean."""
-        rows = torch.stack([flatten(params) for params in self._worlds])
-        return float((rows - rows.mean(0)).square().sum(1).mean().sqrt())
-
-    def _compute(self, replica: int, step: int) -> None:
-        x, y = batch(replica, step)
-        self._models[replica].zero_grad()
-        loss_of(self._models[replica](x), y).backward()  # type: ignore[no-untyped-call]
-        named = dict(self._models[replica].named_parameters())
-        if self._clip is None:
-            return
-        for group in self._clipped or [[*named]]:
-            norm = nn.utils.clip_grad_norm_([named[name] for name in group], *self._clip)
-            self.norms[replica].append(norm.item())
-
-    def _update(self, replica: int, step: int) -> None:
-        idle = self._steps and step >= self._steps[replica]
-        if not idle and (replica, step) not in self._skips:
-            self._bases[replica].step()
-
-    @torch.no_grad()
-    def _land(self, step: int) -> None:
-        every = self._average_every
-        mix(self._worlds, due_matrix(self._topology, self._late, every, self._rate, step))
-        if (step + 1) % (every or self._late):
-            return
-        for params, anchors, outer in zip(self._worlds, self._anchors, self._outers, strict=False):
-            for param, anchor in zip(params, anchors, strict=True):
-                anchor.grad = anchor - param
-            outer.step()
-            torch._foreach_copy_(params, anchors)
+def start() -> dict[str, Any]:
+    """The parameters with which all replicas start."""
+    return Replica(0, make_model()).full()
 
 
-def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
+def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     """The largest difference in the parameters of a stage."""
-    return max(
-        (torch.from_numpy(value) - expected[name]).abs().max().item()
-        for name, value in found.items()
-    )
+    return max(float(abs(value - expected[name]).max()) for name, value in found.items())
+
+
+def run_whole(replicas: int, work: Callable[..., Result], *args: Any) -> list[Result]:
+    """Run `work(replica, *args)` on unsharded replicas, whose ranks are threads."""
+    # Not in the threads, which share torch's generator.
+    models = [make_model() for _ in range(replicas)]
+
+    def main(rank: int, group: dist.ProcessGroup) -> Result:
+        # The default on a mesh.
+        return work(Replica(rank, models[rank], process_group=group, overlap=True), *args)
+
+    return run_threads(replicas, main)
 
 
 @cache

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from meshes import (
@@ -14,11 +15,12 @@ from meshes import (
     LAYOUTS,
     STEPS,
     Layout,
-    Oracle,
+    Replica,
     Spread,
     difference,
-    make_model,
     run_on_mesh,
+    run_whole,
+    start,
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -60,11 +62,11 @@ BASES: dict[str, Make] = {
     "foreach adamw": partial(adamw, foreach=True),
 }
 AVERAGES = Schedule(global_avg_every=AVERAGE_EVERY)
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "outer": {"schedule": AVERAGES, "extensions": [OuterOptimizer(nesterov)]},
-    "averages": {"schedule": AVERAGES},
-    "late": {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
+SCHEDULES: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "outer": lambda: {"schedule": AVERAGES, "extensions": [OuterOptimizer(nesterov)]},
+    "averages": lambda: {"schedule": AVERAGES},
+    "late": lambda: {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
 }
 # Mixing before a forward pass has the trajectory of mixing within the step.
 OVERLAPS = (True, "forward", False)
@@ -104,13 +106,12 @@ class Trained(NamedTuple):
 
 
 def train_all() -> list[Trained]:
-    return [*map(train, CASES)]
+    return [train(Spread(LAYOUTS[case.layout]), case) for case in CASES]
 
 
-def train(case: Case) -> Trained:
-    spread = Spread(LAYOUTS[case.layout])
+def train(spread: Replica, case: Case) -> Trained:
     optimizer = spread.wrap(
-        BASES[case.base], **{"overlap": case.overlap, **SCHEDULES[case.schedule]}
+        BASES[case.base], **{"overlap": case.overlap, **SCHEDULES[case.schedule]()}
     )
     assert len(optimizer.buckets) >= 2
     norms = []
@@ -128,31 +129,19 @@ def train(case: Case) -> Trained:
     return Trained(spread.replica, spread.full(), norms, distances)
 
 
-def oracle(case: Case) -> Oracle:
-    made = Oracle(
-        LAYOUTS[case.layout].replicas,
-        BASES[case.base],
-        clip=(CLIP, case.norm_type),
-        average_every=AVERAGE_EVERY if case.schedule in ("averages", "outer") else None,
-        make_outer=nesterov if case.schedule == "outer" else None,
-        late=2 if case.schedule == "late" else 1,
-    )
-    return made.train(case.overlap is True)
-
-
-def test_a_replica_follows_the_unsharded_oracle_however_it_is_spread() -> None:
+def test_a_replica_trains_as_an_unsharded_one_however_it_is_spread() -> None:
     """Its gradients are clipped by the norm of the whole replica; evaluating changes nothing."""
-    start = dict(make_model().named_parameters())
-    oracles = [*map(oracle, CASES)]
+    whole = [run_whole(LAYOUTS[case.layout].replicas, train, case) for case in CASES]
     for results in run_on_mesh(8, train_all):
-        for case, found, expected in zip(CASES, results, oracles, strict=True):
-            assert difference(found.params, expected.parameters(found.replica)) < EXACT, case
-            assert difference(found.params, start) > 1e-4
-            assert found.norms == pytest.approx(expected.norms[found.replica], rel=1e-10), case
+        for case, found, replicas in zip(CASES, results, whole, strict=True):
+            expected = replicas[found.replica]
+            assert difference(found.params, expected.params) < EXACT, case
+            assert difference(found.params, start()) > 1e-4
+            assert found.norms == pytest.approx(expected.norms, rel=1e-10), case
             assert min(found.norms) > CLIP
-            with_round, distance = found.distances
-            assert distance == pytest.approx(expected.distance(), rel=1e-10), case
+            assert found.distances == pytest.approx(expected.distances, rel=1e-10), case
             # A round that has been in flight since the last step brings the replicas closer.
+            with_round, distance = found.distances
             assert distance < with_round or case.overlap is not True or case.schedule == "late"
 
 
@@ -163,14 +152,14 @@ BLOCKS_ONLY = "only blocks are sharded"
 WAYS_TO_SPREAD = {**LAYOUTS, BLOCKS_ONLY: Layout({"gossip": 4, "fsdp": 2}, outermost=False)}
 
 
-def ended(spread: Spread, optimizer: DecentOptimWrapper) -> Ended:
+def ended(spread: Replica, optimizer: DecentOptimWrapper) -> Ended:
     assert len(optimizer.buckets) >= 2
     assert optimizer.round == STEPS
     optimizer.synchronize()
     return spread.replica, spread.full()
 
 
-def end_early(spread: Spread) -> DecentOptimWrapper:
+def end_early(spread: Replica) -> DecentOptimWrapper:
     optimizer = spread.wrap(sgd)
 
     def closure(step: int) -> float:
@@ -185,11 +174,22 @@ def end_early(spread: Spread) -> DecentOptimWrapper:
     return optimizer
 
 
+def idle_early(replica: Replica) -> DecentOptimWrapper:
+    """The same without Join."""
+    optimizer = replica.wrap(sgd)
+    for step in range(STEPS):
+        if replica.replica == 1 and step == STEPS - 2:
+            optimizer.param_groups[0]["lr"] = 0.0
+        replica.backward(step)
+        optimizer.step()
+    return optimizer
+
+
 def make_scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def scale(spread: Spread) -> DecentOptimWrapper:
+def scale(spread: Replica) -> DecentOptimWrapper:
     """Of a pipeline, whose plain tensors may be views of their buckets."""
     optimizer, scaler = spread.wrap(sgd, param_as_bucket_view=True), make_scaler()
     for step in range(STEPS):
@@ -209,7 +209,7 @@ def multiply_gradients(model: nn.Module, factor: float) -> None:
             param.grad.mul_(factor)
 
 
-def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
+def mix_before_the_forward_pass(spread: Replica) -> DecentOptimWrapper:
     """What an evaluation gathers is mixed, and a backward pass may gather it again."""
     assert "overlap=True" in repr(spread.wrap(sgd)), "the default"
     optimizer = spread.wrap(sgd, overlap="forward")
@@ -224,19 +224,16 @@ def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
     return optimizer
 
 
-def module(
-    model: nn.Module, mesh: Any, optim_fn: Any = None, **options: Any
-) -> DecentralizedDataParallel:
-    """The module that steps in the backward pass, on a mesh."""
-    options = {"topology": "ring", "bucket_size_in_mb": CAP_MB, "overlap": True, **options}
-    by_sgd = optim_fn or (lambda named: sgd([param for _, param in named]))
-    return DecentralizedDataParallel(model, by_sgd, mesh=mesh, gossip_dim="gossip", **options)
+def module(spread: Replica, **options: Any) -> DecentralizedDataParallel:
+    """The module that steps in the backward pass."""
+    defaults = {"topology": "ring", "bucket_size_in_mb": CAP_MB, "overlap": True, **spread.gossip}
+    return DecentralizedDataParallel(spread.model, sgd, **{**defaults, **options})
 
 
-def scale_in_backward(spread: Spread, overlap: Any) -> DecentOptimWrapper:
+def scale_in_backward(spread: Replica, overlap: Any) -> DecentOptimWrapper:
     """With an average in between."""
     scaler = make_scaler()
-    model = module(spread.model, spread.mesh, scaler=scaler, overlap=overlap)
+    model = module(spread, scaler=scaler, overlap=overlap)
     for step in range(STEPS):
         spread.backward(step, scaler, through=model)
         if step == 2:
@@ -252,53 +249,51 @@ def scale_in_backward(spread: Spread, overlap: Any) -> DecentOptimWrapper:
 
 
 class Way(NamedTuple):
-    """How replicas train, on which layout, and with which arguments the oracle does."""
+    """How replicas train, on which layout, and how unsharded ones do, if in another way."""
 
-    work: Callable[[Spread], DecentOptimWrapper]
+    work: Callable[[Replica], DecentOptimWrapper]
     layout: str
-    oracle: Mapping[str, Any] = {}
-    overlap: bool = True
+    unsharded: Callable[[Replica], DecentOptimWrapper] | None = None
 
 
 WAYS = {
     "its data ends early, and it takes part in the rounds of the others": Way(
-        end_early, BLOCKS_ONLY, {"steps": [STEPS, STEPS - 2, STEPS, STEPS]}
+        end_early, BLOCKS_ONLY, idle_early
     ),
-    "a scaler skips its update, and not its round": Way(
-        scale, "pipeline gpipe", {"skips": {(0, 2)}}
-    ),
+    "a scaler skips its update, and not its round": Way(scale, "pipeline gpipe"),
     "it mixes before the forward pass what it has sent by a step": Way(
-        mix_before_the_forward_pass, BLOCKS_ONLY, overlap=False
+        mix_before_the_forward_pass, BLOCKS_ONLY
     ),
     "it steps in the backward pass of a scaled loss": Way(
         partial(scale_in_backward, overlap=True), "tp inside"
     ),
     "it mixes before the forward pass what it has sent in the backward pass": Way(
-        partial(scale_in_backward, overlap="forward"), "fsdp inside", overlap=False
+        partial(scale_in_backward, overlap="forward"), "fsdp inside"
     ),
 }
 
 
-def go(way: Way) -> Ended:
+def go(replica: Replica | None, way: Way) -> Ended:
+    if replica is not None:
+        return ended(replica, (way.unsharded or way.work)(replica))
     spread = Spread(WAYS_TO_SPREAD[way.layout])
     return ended(spread, way.work(spread))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_replica_follows_the_oracle_where(way: Way) -> None:
-    start = dict(make_model().named_parameters())
-    expected = Oracle(4, sgd, **way.oracle).train(way.overlap)
-    for replica, found in run_on_mesh(8, go, way):
-        assert difference(found, expected.parameters(replica)) < EXACT
-        assert difference(found, start) > 1e-3
+def test_a_replica_trains_as_an_unsharded_one_where(way: Way) -> None:
+    expected = dict(run_whole(4, go, way))
+    for replica, found in run_on_mesh(8, go, None, way):
+        assert difference(found, expected[replica]) < EXACT
+        assert difference(found, start()) > 1e-3
 
 
-def stay_gathered() -> tuple[int, dict[str, Any], list[list[str]]]:
+def stay_gathered(
+    replica: Replica | None, cap: int, clip: float = CLIP / 2
+) -> tuple[int, dict[str, Any], list[list[str]]]:
     """Step in the backward pass, and clip each bucket by its own norm."""
-    spread = Spread(LAYOUTS["fsdp inside"])
-    # By its own shards, each rank of a replica would fill its buckets otherwise.
-    cap = 130 / 2**20
-    model = module(spread.model, spread.mesh, grad_clip_norm=CLIP / 2, bucket_size_in_mb=cap)
+    spread = replica or Spread(LAYOUTS["fsdp inside"])
+    model = module(spread, grad_clip_norm=clip, bucket_size_in_mb=cap / 2**20)
     for part in spread.model.modules():
         if isinstance(part, FSDPModule):
             part.set_reshard_after_backward(False)
@@ -311,18 +306,19 @@ def stay_gathered() -> tuple[int, dict[str, Any], list[list[str]]]:
 
 def test_a_replica_may_stay_gathered_whose_buckets_of_uneven_shards_are_clipped() -> None:
     """All ranks of a replica have the same buckets."""
-    ranks = run_on_mesh(8, stay_gathered)
-    by_bucket = ranks[0][2]
-    expected = Oracle(4, sgd, clip=(CLIP / 2, 2.0), clipped=by_bucket).train()
-    assert min(map(min, expected.norms)) > CLIP / 2
-    for replica, found, buckets in ranks:
-        assert buckets == by_bucket
-        assert difference(found, expected.parameters(replica)) < EXACT
+    expected, unclipped = (run_whole(4, stay_gathered, 260, clip) for clip in (CLIP / 2, 1e9))
+    # By its own shards, each rank of a replica would fill its buckets otherwise.
+    for replica, found, buckets in run_on_mesh(8, stay_gathered, None, 130):
+        assert buckets == expected[replica][2]
+        assert difference(found, expected[replica][1]) < EXACT
+        assert difference(found, unclipped[replica][1]) > 1e-3
 
 
-def send_narrow(layout: str, dtype: torch.dtype) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def send(
+    replica: Replica | None, layout: str, dtype: torch.dtype | None
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """The replica, and its part with the last round in flight and mixed."""
-    spread = Spread(LAYOUTS[layout])
+    spread = replica or Spread(LAYOUTS[layout])
     optimizer = spread.wrap(BASES["fused adamw"], comm_dtype=dtype)
     for step in range(STEPS):
         spread.backward(step)
@@ -332,13 +328,10 @@ def send_narrow(layout: str, dtype: torch.dtype) -> tuple[int, dict[str, Any], d
     return (*ended(spread, optimizer), before)
 
 
-def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the replicas, each of which has a parameter on equally many ranks."""
-    held: dict[str, list[Tensor]] = {}
-    for part in parts:
-        for name, value in part.items():
-            held.setdefault(name, []).append(torch.from_numpy(value))
-    return {name: torch.stack(values).mean(0) for name, values in held.items()}
+    names = set().union(*parts)
+    return {name: np.mean([part[name] for part in parts if name in part], 0) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -354,13 +347,13 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
     layout: str, dtype: torch.dtype, rounded: float
 ) -> None:
     """A scale for many elements must not cover some that are shared and some that are not."""
-    ranks = run_on_mesh(8, send_narrow, layout, dtype)
-    exact = Oracle(LAYOUTS[layout].replicas, BASES["fused adamw"]).train()
+    ranks = run_on_mesh(8, send, None, layout, dtype)
+    exact = run_whole(LAYOUTS[layout].replicas, send, layout, None)
     for replica, after, before in ranks:
         shared = mean_of([other for at, other, _ in ranks if at == replica])
         assert difference(after, shared) == 0
-        error = difference(after, exact.parameters(replica))
+        error = difference(after, exact[replica][1])
         assert 1e-6 < error < rounded
         assert difference(after, mean_of([before])) > 1e-4
     mean, end = mean_of([before for *_, before in ranks]), mean_of([after for _, after, _ in ranks])
-    assert max((end[name] - mean[name]).abs().max() for name in mean) < EXACT
+    assert difference(end, mean) < EXACT

@@ -13,8 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshes import Layout, Oracle, Spread, difference, make_model, run_on_mesh
-from torch import Tensor, nn
+from meshes import (
+    Layout,
+    Replica,
+    Spread,
+    difference,
+    make_model,
+    run_on_mesh,
+    run_whole,
+    start,
+)
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -74,11 +83,11 @@ MOVES = {
 class Run:
     """One replica's part on this rank, in training."""
 
-    def __init__(self, layout: Layout, recipe: Recipe, seed: int = 0, rate: float = RATE) -> None:
-        self.spread = Spread(layout, seed)
+    def __init__(self, spread: Replica, recipe: Recipe, rate: float = RATE) -> None:
+        self.spread = spread
         self.optimizer: DecentOptimWrapper = self.spread.wrap(
             recipe.base,
-            overlap=Late(recipe.late) if recipe.late > 1 else None,
+            overlap=Late(recipe.late) if recipe.late > 1 else True,
             schedule=Schedule(gossip_every=recipe.late, mixing_rate=rate),
             extensions=[OuterOptimizer(recipe.outer)] if recipe.outer else [],
             comm_dtype=recipe.comm_dtype,
@@ -125,24 +134,22 @@ class Run:
 
 
 def save_a_move(folder: Path, move: Move) -> None:
-    run = Run(move.source, move.recipe)
+    run = Run(Spread(move.source), move.recipe)
     run.advance(STOP)
     run.save(folder)
     assert run.optimizer.gossip_state_dict()["in_flight"]
 
 
 def resume_a_move(folder: Path, move: Move) -> tuple[int, dict[str, Any]]:
-    run = Run(move.target, move.recipe, seed=1, rate=1.0)
+    run = Run(Spread(move.target, seed=1), move.recipe, rate=1.0)
     run.load(folder)
     assert run.optimizer.round == STOP
     assert run.optimizer.mixing_rate == RATE
     return run.end()
 
 
-def oracle(recipe: Recipe) -> Oracle:
-    """Two whole replicas that never stop."""
-    options: Any = {"make_outer": recipe.outer, "late": recipe.late, "rate": RATE}
-    return Oracle(2, recipe.base, steps=[STEPS, STEPS], **options).train(steps=STEPS)
+def never_stop(replica: Replica, recipe: Recipe) -> tuple[int, dict[str, Any]]:
+    return Run(replica, recipe).end()
 
 
 def ranks_of(layout: Layout) -> int:
@@ -151,13 +158,12 @@ def ranks_of(layout: Layout) -> int:
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_what_one_layout_saves_goes_on_in_another(move: Move, tmp_path: Path) -> None:
-    start: dict[str, Tensor] = dict(make_model().named_parameters())
-    expected = oracle(move.recipe)
+    expected = dict(run_whole(2, never_stop, move.recipe))
     run_on_mesh(ranks_of(move.source), save_a_move, tmp_path, move)
     for replica, params in run_on_mesh(ranks_of(move.target), resume_a_move, tmp_path, move):
-        assert difference(params, expected.parameters(replica)) < 1e-12
-        assert difference(params, start) > 1e-3
-        assert difference(params, expected.parameters(1 - replica)) > 1e-6
+        assert difference(params, expected[replica]) < 1e-12
+        assert difference(params, start()) > 1e-3
+        assert difference(params, expected[1 - replica]) > 1e-6
 
 
 # Of four ranks, each in a set of files of its own; the gossip is inside and outside.
@@ -175,13 +181,13 @@ CODED = Recipe(comm_dtype=torch.int8)
 
 def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     """What becomes of a run that does not stop, and of it in the same layout and in another."""
-    stopped = Run(SMALL["fsdp"], CODED)
+    stopped = Run(Spread(SMALL["fsdp"]), CODED)
     stopped.advance(STOP)
     stopped.save(folder)
     replica, whole = stopped.end()
     ends = [whole]
     for target in ("fsdp", "tp"):
-        resumed = Run(SMALL[target], CODED, seed=1, rate=1.0)
+        resumed = Run(Spread(SMALL[target], seed=1), CODED, rate=1.0)
         resumed.load(folder)
         place, end = resumed.end()
         assert place == replica
@@ -190,11 +196,11 @@ def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_references_go_on_in_the_same_layout_bit_for_bit_and_in_another_one(tmp_path: Path) -> None:
-    expected = oracle(CODED)
+    expected = dict(run_whole(2, never_stop, Recipe()))
     for replica, (whole, same_layout, other_layout) in run_on_mesh(4, code_and_resume, tmp_path):
         assert same(whole, same_layout)
         for params in (whole, other_layout):
-            assert 1e-6 < difference(params, expected.parameters(replica)) < 5e-4
+            assert 1e-6 < difference(params, expected[replica]) < 5e-4
 
 
 def files(folder: Path) -> list[str]:
@@ -213,7 +219,7 @@ class Saving:
 
     def __init__(self, name: str, folder: Path, seed: int = 0, replicas: int = 2) -> None:
         layout = Layout({**SMALL[name].sizes, "gossip": replicas})
-        self.run = Run(layout, Recipe(outer=nesterov), seed)
+        self.run = Run(Spread(layout, seed), Recipe(outer=nesterov))
         self.checkpoints = Checkpoints(folder, self.run.optimizer)
 
     def save(self, step: int) -> None:
@@ -261,10 +267,9 @@ def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, 
 
 @pytest.mark.parametrize("source", ["fsdp", "tp"])
 def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_path: Path) -> None:
-    start: dict[str, Tensor] = dict(make_model().named_parameters())
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
         assert same(whole, resumed)
-        assert difference(whole, start) > 1e-3
+        assert difference(whole, start()) > 1e-3
         assert "another layout" in error or "loaded on rank" in error
 
 
