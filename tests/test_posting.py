@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 import time
@@ -177,18 +178,11 @@ def test_sums_come_in_the_same_order_whatever_a_thread_posts(
     assert not torch.equal(expected[0], flatten(make_params(dtype=torch.float32) + make_params()))
 
 
-def first_error(
-    rank: int,
-    group: dist.ProcessGroup,
-    steps: int,
-    before: Callable[[int], object] = lambda step: None,
-    **options: Any,
-) -> str:
+def first_error(rank: int, group: dist.ProcessGroup, steps: int, **options: Any) -> str:
     """What ends the training; nothing if all steps are made."""
     wrapper, params = make(group, timeout=60.0, **options)
     for step in range(steps):
         backward(params, rank, step)
-        before(step)
         try:
             wrapper.step()
         except (ValueError, PeerError) as error:
@@ -216,21 +210,16 @@ def test_the_round_of_a_lost_peer_is_dropped_with_what_is_not_posted_yet(
 def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing: list[bool] = []
+    coded = itertools.count()
 
     def fail() -> None:
-        if failing and failing.pop():
+        # On one of the ranks, in the fourth round.
+        if next(coded) == 20:
             raise ValueError("no memory for codes")
 
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        def let_fail(step: int) -> None:
-            if (rank, step) == (0, 3):
-                failing.append(True)
-
-        return first_error(rank, group, 10, let_fail, **INT8)
-
     patch_encode(monkeypatch, fail)
-    own, peer = sorted(run_threads(2, main), reverse=True)
+    texts = run_threads(2, lambda rank, group: first_error(rank, group, 10, **INT8))
+    own, peer = sorted(texts, reverse=True)
     assert own == "ValueError: no memory for codes"
     assert peer.startswith("PeerError")
     assert "ValueError: no memory for codes" in peer

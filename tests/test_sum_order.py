@@ -18,25 +18,18 @@ from decent_optim_wrapper.wire.sum_order import SumOrder
 RANKS, STEPS = 3, 5
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """The sizes of the sums by rank, filled during the test."""
-    all_reduce, sizes = Transport.all_reduce, defaultdict(list)
+@pytest.mark.parametrize("summed", [0, 1])
+def test_the_order_of_the_sums_changes_no_bit(summed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the speed of this machine: each backward pass gives time for so many sums."""
+    note, all_reduce = SumOrder.note, Transport.all_reduce
+    # Of the sums, by rank.
+    sizes = defaultdict[int, list[int]](list)
 
     def spy(self: Transport, tensor: Tensor, ranks: Any) -> Any:
         sizes[self.rank].append(tensor.numel())
         return all_reduce(self, tensor, ranks)
 
     monkeypatch.setattr(Transport, "all_reduce", spy)
-    return sizes
-
-
-@pytest.mark.parametrize("summed", [0, 1])
-def test_the_order_of_the_sums_changes_no_bit(
-    summed: int, sizes: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the speed of this machine: each backward pass gives time for so many sums."""
-    note = SumOrder.note
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         training = Training(rank, group, "backward", topology="complete")
