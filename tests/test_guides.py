@@ -13,7 +13,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from etcd_servers import free_ports
-from ranks import environment, run_processes, run_script, run_script_on_ranks
-from restartable_processes import Report, RestartableProcesses
+from ranks import run_processes, run_script, run_script_on_ranks
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.launcher import add_arguments
 
@@ -98,16 +95,23 @@ def run_blocks(page: Path, namespace: dict[str, Any]) -> None:
         exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
 
 
-def run_page(rank: int, page: Path, folder: Path) -> Models:
-    """The parameters of each model that was validated."""
+def run_page(rank: int, page: Path, folder: Path, last: int | None = None) -> Models:
+    """The parameters of each model that was validated; rank 0 kills itself in step `last`."""
     os.chdir(folder)
     validated: Models = []
+    steps = itertools.count(1)
+
+    def loss_or_death(model: nn.Module, batch: Batch) -> Tensor:
+        if rank == 0 and next(steps) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(model, batch)
+
     # What the pages say is the reader's own.
     namespace: dict[str, Any] = {
         "build_model": build_model,
         "loader": list(batches(rank, 8)),
         "load_shard": lambda shard, shards: batches(shard, 100),
-        "loss": loss,
+        "loss": loss_or_death,
         "validate": lambda model: validated.append(flat(model)),
         "folder": folder,
     }
@@ -131,43 +135,12 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert models[0] != start
 
 
-def run_the_elastic_script(rank: int, world_size: int, store: TCPStore, _: Report) -> Models:
-    """Rank 0 kills itself in its fifth step; later the others wait a little until it is back."""
-    os.environ.update(environment(store, world_size, world_size))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    is_back, steps = store.add(f"lives of {rank}", 1) == 2, itertools.count(1)
-
-    def load_shard(shard: int, shards: int) -> Iterator[Batch]:
-        if is_back:
-            store.set("back", "")
-        return batches(rank, 1000)
-
-    def loss_until(model: nn.Module, batch: Batch) -> Tensor:
-        step = next(steps)
-        if (rank, step, is_back) == (0, 5, False):
-            os.kill(os.getpid(), signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while step > 10 and time.monotonic() < deadline and not store.check(["back"]):
-            time.sleep(0.05)
-        return loss(model, batch)
-
-    validated: Models = []
-    torch.manual_seed(0)
-    mine = {"build_model": build_model, "load_shard": load_shard, "loss": loss_until}
-    run_blocks(ELASTIC, {**mine, "validate": lambda model: validated.append(flat(model))})
-    return validated
-
-
 @pytest.mark.slow
-def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back() -> None:
+def test_the_script_of_the_elastic_guide_goes_on_without_rank_0(tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = flat(build_model())
-    with RestartableProcesses(2, run_the_elastic_script) as processes:
-        processes.workers[0].join(60)
-        processes.start(0)
-        (validated,), nothing = processes.results()
-        assert (validated != start, nothing) == (True, [])
-        assert processes.store.check(["back"])
+    ((validated,),) = run_processes(2, run_page, ELASTIC, tmp_path, 5, lost={0})
+    assert validated != start
 
 
 def test_the_recipes_of_the_cluster_guide_can_be_parsed() -> None:
