@@ -26,8 +26,10 @@ OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
 
 
 @pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In float32 a rounding error changes a code now and then, and Adam makes it as long as lr."""
+    # Two sequences for each rank.
+    monkeypatch.setattr(stacked_gpt, "BATCH", 2 * RANKS)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
