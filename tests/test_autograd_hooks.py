@@ -234,22 +234,6 @@ def test_an_overflow_skips_its_bucket_or_all_at_the_end_and_halves_the_scale_onc
     assert moved == [False, *[in_backward is None] * (len(moved) - 1)]
 
 
-@pytest.mark.parametrize("averaged", [True, False])
-def test_buffers_are_averaged_if_asked(averaged: bool) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 9))
-        running = module.get_buffer("1.running_mean").fill_(float(rank + 1))
-        model = wrap(module, group, sync_buffer_in_global_avg=averaged)
-        assert running[0] == 1, "the values of rank 0"
-        running.fill_(float(rank + 1))
-        model.global_avg()
-        assert running[0] == (1.5 if averaged else rank + 1)
-        model.revert_global_avg()
-        assert running[0] == rank + 1
-
-    run_threads(2, main)
-
-
 @IN_BACKWARD
 def test_what_is_in_no_bucket_is_not_trained_by_each_rank(in_backward: bool | None) -> None:
     model = make_model()

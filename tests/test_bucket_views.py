@@ -19,6 +19,7 @@ from ranks import run_threads
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, Schedule
 from decent_optim_wrapper.ddp.module import wants_views
@@ -164,13 +165,9 @@ def recurrent() -> nn.Sequential:
     return model
 
 
-@torch.no_grad()
 def flatten_weights(rnn: nn.Module, _: Any) -> None:
     """What flatten_parameters() does on a GPU, and nowhere else."""
-    weights = list(rnn.parameters())
-    whole = torch.cat([weight.reshape(-1) for weight in weights])
-    for weight, part in zip(weights, torch.split(whole, [w.numel() for w in weights]), strict=True):
-        weight.set_(part.view(weight.shape))  # type: ignore[call-overload]
+    vector_to_parameters(parameters_to_vector(rnn.parameters()), rnn.parameters())
 
 
 def train_recurrent(model: nn.Module, rank: int, steps: range) -> None:

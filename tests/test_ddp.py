@@ -112,17 +112,27 @@ def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
     run_threads(2, main)
 
 
-def test_an_average_is_measured_and_reverted_or_kept() -> None:
+@pytest.mark.parametrize("averaged", [True, False])
+def test_an_average_is_measured_and_reverted_or_kept_and_is_one_of_buffers_if_asked(
+    averaged: bool,
+) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        model = wrap(make_model(seed=rank), group, topology="ring", sync_at_start=False)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        fill(module, seed=rank)
+        running = module.get_buffer("1.running_mean").fill_(float(rank + 1))
+        model = wrap(module, group, sync_buffer_in_global_avg=averaged)
+        assert running[0] == 1, "the values of rank 0"
         train(model, rank, range(2))
+        running.fill_(float(rank + 1))
         own = flat(model)
         distance = model.global_avg(return_d2c=True)
         moved = (own - flat(model)).norm().item()
         assert distance == pytest.approx(moved, rel=1e-12)
-        assert moved > 0.1
+        assert moved > 1e-2
+        assert running[0] == (1.5 if averaged else rank + 1)
         model.revert_global_avg()
         assert torch.equal(flat(model), own)
+        assert running[0] == rank + 1
         assert model.global_avg(will_revert=False) is None
         with pytest.raises(RuntimeError, match="expects an average in place"):
             model.revert_global_avg()

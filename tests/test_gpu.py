@@ -87,14 +87,8 @@ class Setup(NamedTuple):
     group: FakeGroup
     optimizer: DecentOptimWrapper
 
-    @property
-    def own(self) -> FakeGroup:
-        """The only communicator that the library has made."""
-        (made,) = self.group.made
-        return made
-
     def calls(self, device: str = "cuda") -> list[str]:
-        """What was called on it."""
+        """What was called on the first communicator that the library has made."""
         return [call.name for call in self.mode.calls if call.group == 0 and call.device == device]
 
     def step(self, count: int = 1) -> None:
@@ -399,19 +393,16 @@ def test_a_communicator_has_gloo_for_the_cpu_and_next_to_it_the_nccl_of_the_user
     timeout = timedelta(seconds=30)
     made: list[tuple[Any, ...]] = []
 
-    class Nccl:
-        class Options:
-            _timeout = timedelta(0)
-            lazy_init = False
+    def make(store: Any, rank: int, size: int, options: Any, *gpu: Any) -> dist.ProcessGroupGloo:
+        assert options._timeout == timeout
+        made.append((options.lazy_init, *gpu))
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
-        def __new__(cls, store: Any, rank: int, size: int, options: Any, *gpu: Any) -> Any:
-            assert options._timeout == timeout
-            made.append((options.lazy_init, *gpu))
-            return dist.ProcessGroupGloo(store, rank, size, timeout)
-
+    usual = partial(SimpleNamespace, _timeout=timedelta(0), lazy_init=False)
+    nccl = mock.Mock(side_effect=make, Options=usual)
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch.object(dist, kind, Nccl, create=True),
+        mock.patch.object(dist, kind, nccl, create=True),
     ):
         group = new_communicator(like, HashStore(), 0, 1, timeout)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -452,7 +443,7 @@ def test_an_exchange_that_torch_has_ended_is_a_lost_peer(waits: int) -> None:
         setup.step(3)
         # The first step mixes the round before, and launches the one that fails.
         with (
-            mock.patch.object(setup.own, "_end_coalescing", return_value=failed),
+            mock.patch.object(setup.group.made[0], "_end_coalescing", return_value=failed),
             pytest.raises(PeerError, match="lost rank 1 in round 3,") as caught,
         ):
             setup.step(2)
