@@ -158,15 +158,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pinned.append(made)
         return made
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a GPU copies to and from this memory by itself."""
-        start = tensor.untyped_storage().data_ptr()
-        return any(start == each.untyped_storage().data_ptr() for each in self._pinned)
-
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy between devices; what comes from a GPU are ones."""
+        host = (source if is_cuda(target) else target).untyped_storage().data_ptr()
         # Torch cannot copy to and from other memory while the host goes on.
-        waits = not (non_blocking and self.is_pinned(source if is_cuda(target) else target))
+        pinned = any(host == each.untyped_storage().data_ptr() for each in self._pinned)
+        waits = not (non_blocking and pinned)
         self.note("copy" if waits else "call", "copy_")
         if is_cuda(target) and not waits:
             self.copied.append(source)

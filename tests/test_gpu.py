@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
-from modules import Detached
+from modules import Detached, wrap_base
 from torch import nn, optim
 from torch._C._distributed_c10d import HashStore
 
@@ -34,7 +34,6 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.comm import background
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
-from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.optim import AccumAdam
 
@@ -180,7 +179,7 @@ def make_detached(layers: int = PARAMETERS) -> nn.Sequential:
     return nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(layers)))
 
 
-def step_in_parts(optimizer: BackwardOptimizer, model: nn.Module, update: Any) -> None:
+def step_in_parts(optimizer: Any, model: nn.Module, update: Any) -> None:
     """What a backward pass does, whose engine would ask the driver for streams."""
     for param in model.parameters():
         param.grad = torch.empty_like(param)
@@ -203,20 +202,12 @@ def test_a_backward_pass_waits_for_nothing(
     topology, size = WORLDS[world]
     with fake_cuda(NCCL, size) as (mode, group):
         model = make_detached()
-        base = optim.AdamW(model.parameters(), lr=0.1, fused=True)
         scaler = torch.amp.GradScaler("cuda") if scaled else None
-        optimizer = BackwardOptimizer(
-            base,
-            model,
-            average_buffers=False,
-            topology=topology,
-            bucket_cap_mb=CAP_MB,
-            param_as_bucket_view=views,
-            process_group=group,
-            overlap=overlap,
-            **FORMS[form],
-        )
-        unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=base)
+        options = {"topology": topology, "param_as_bucket_view": views, "overlap": overlap}
+        options |= {"bucket_cap_mb": CAP_MB, **FORMS[form]}
+        base = partial(optim.AdamW, lr=0.1, fused=True)
+        optimizer: Any = wrap_base(model, group, base, reverse=True, **options)
+        unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=optimizer.optimizer)
         mixed: list[int] = []
         waited: list[set[str]] = []
 
@@ -250,10 +241,8 @@ def test_a_backward_pass_waits_for_nothing(
 def test_over_gloo_nothing_is_received_where_the_gpu_may_still_read(form: str) -> None:
     with fake_cuda("gloo") as (mode, group):
         model = make_detached()
-        options: dict[str, Any] = {"bucket_cap_mb": CAP_MB, "overlap": "forward", **FORMS[form]}
-        optimizer = BackwardOptimizer(
-            SGD(model.parameters()), model, average_buffers=False, process_group=group, **options
-        )
+        options = {"bucket_cap_mb": CAP_MB, "overlap": "forward", **FORMS[form]}
+        optimizer: Any = wrap_base(model, group, SGD, reverse=True, **options)
         for _ in range(SETTLED):
             mode.step += 1
             model(torch.empty(3, 31, device="cuda"))
