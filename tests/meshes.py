@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -272,6 +273,17 @@ def kept_ranks(world_size: int) -> KeptRanks:
 def run_on_mesh(world_size: int, work: Callable[..., Result], *args: Any) -> list[Result]:
     """Run `work(*args)` on the ranks of a default group; results by rank."""
     return kept_ranks(world_size).run(work, *args)
+
+
+def run_spread(
+    layout: Layout, work: Callable[..., Result], *args: Any, seed: int = 0
+) -> list[Result]:
+    """Run `work(replica, *args)` on replicas that are spread over a mesh; results by rank."""
+    return run_on_mesh(math.prod(layout.sizes.values()), _spread, layout, seed, work, args)
+
+
+def _spread(layout: Layout, seed: int, work: Callable[..., Result], args: Any) -> Result:
+    return work(Spread(layout, seed), *args)
 
 
 def end_ranks() -> None:

@@ -16,9 +16,8 @@ from meshes import (
     STEPS,
     Layout,
     Replica,
-    Spread,
     difference,
-    run_on_mesh,
+    run_spread,
     run_whole,
     start,
 )
@@ -78,14 +77,10 @@ class Case(NamedTuple):
     layout: str
     base: str
     schedule: str
-    asked: Any
+    # Unless the round travels under several steps, which it always overlaps.
+    overlap: Any
     # Of the gradients, which are clipped.
     norm_type: float
-
-    @property
-    def overlap(self) -> Any:
-        """A round that travels under several steps always overlaps with them."""
-        return self.asked if self.schedule != "late" else True
 
 
 # Each way to spread a replica once; FSDP and tensor parallelism by themselves are in `WAYS`.
@@ -103,10 +98,6 @@ class Trained(NamedTuple):
     norms: list[float]
     # To the mean of the replicas, with the last round in flight and without it.
     distances: tuple[float, float]
-
-
-def train_all() -> list[Trained]:
-    return [train(Spread(LAYOUTS[case.layout]), case) for case in CASES]
 
 
 def train(spread: Replica, case: Case) -> Trained:
@@ -129,20 +120,21 @@ def train(spread: Replica, case: Case) -> Trained:
     return Trained(spread.replica, spread.full(), norms, distances)
 
 
-def test_a_replica_trains_as_an_unsharded_one_however_it_is_spread() -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
+def test_a_replica_trains_as_an_unsharded_one_however_it_is_spread(case: Case) -> None:
     """Its gradients are clipped by the norm of the whole replica; evaluating changes nothing."""
-    whole = [run_whole(LAYOUTS[case.layout].replicas, train, case) for case in CASES]
-    for results in run_on_mesh(8, train_all):
-        for case, found, replicas in zip(CASES, results, whole, strict=True):
-            expected = replicas[found.replica]
-            assert difference(found.params, expected.params) < EXACT, case
-            assert difference(found.params, start()) > 1e-4
-            assert found.norms == pytest.approx(expected.norms, rel=1e-10), case
-            assert min(found.norms) > CLIP
-            assert found.distances == pytest.approx(expected.distances, rel=1e-10), case
-            # A round that has been in flight since the last step brings the replicas closer.
-            with_round, distance = found.distances
-            assert distance < with_round or case.overlap is not True or case.schedule == "late"
+    layout = LAYOUTS[case.layout]
+    whole = run_whole(layout.replicas, train, case)
+    for found in run_spread(layout, train, case):
+        expected = whole[found.replica]
+        assert difference(found.params, expected.params) < EXACT
+        assert difference(found.params, start()) > 1e-4
+        assert found.norms == pytest.approx(expected.norms, rel=1e-10)
+        assert min(found.norms) > CLIP
+        assert found.distances == pytest.approx(expected.distances, rel=1e-10)
+        # A round that has been in flight since the last step brings the replicas closer.
+        with_round, distance = found.distances
+        assert distance < with_round or case.overlap is not True or case.schedule == "late"
 
 
 # The replica, and its parameters after the last round.
@@ -273,59 +265,52 @@ WAYS = {
 }
 
 
-def go(replica: Replica | None, way: Way) -> Ended:
-    if replica is not None:
-        return ended(replica, (way.unsharded or way.work)(replica))
-    spread = Spread(WAYS_TO_SPREAD[way.layout])
-    return ended(spread, way.work(spread))
+def go(replica: Replica, work: Callable[[Replica], DecentOptimWrapper]) -> Ended:
+    return ended(replica, work(replica))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_replica_trains_as_an_unsharded_one_where(way: Way) -> None:
-    expected = dict(run_whole(4, go, way))
-    for replica, found in run_on_mesh(8, go, None, way):
+    expected = dict(run_whole(4, go, way.unsharded or way.work))
+    for replica, found in run_spread(WAYS_TO_SPREAD[way.layout], go, way.work):
         assert difference(found, expected[replica]) < EXACT
         assert difference(found, start()) > 1e-3
 
 
 def stay_gathered(
-    replica: Replica | None, cap: int, clip: float = CLIP / 2
+    replica: Replica, cap: int, clip: float = CLIP / 2
 ) -> tuple[int, dict[str, Any], list[list[str]]]:
     """Step in the backward pass, and clip each bucket by its own norm."""
-    spread = replica or Spread(LAYOUTS["fsdp inside"])
-    model = module(spread, grad_clip_norm=clip, bucket_size_in_mb=cap / 2**20)
-    for part in spread.model.modules():
+    model = module(replica, grad_clip_norm=clip, bucket_size_in_mb=cap / 2**20)
+    for part in replica.model.modules():
         if isinstance(part, FSDPModule):
             part.set_reshard_after_backward(False)
     for step in range(STEPS):
-        spread.backward(step, through=model)
-    names = {id(param): name for name, param in spread.model.named_parameters()}
+        replica.backward(step, through=model)
+    names = {id(param): name for name, param in replica.model.named_parameters()}
     buckets = [[names[id(each)] for each in bucket.members] for bucket in model.optimizer.buckets]
-    return (*ended(spread, model.optimizer), buckets)
+    return (*ended(replica, model.optimizer), buckets)
 
 
 def test_a_replica_may_stay_gathered_whose_buckets_of_uneven_shards_are_clipped() -> None:
     """All ranks of a replica have the same buckets."""
     expected, unclipped = (run_whole(4, stay_gathered, 260, clip) for clip in (CLIP / 2, 1e9))
     # By its own shards, each rank of a replica would fill its buckets otherwise.
-    for replica, found, buckets in run_on_mesh(8, stay_gathered, None, 130):
+    for replica, found, buckets in run_spread(LAYOUTS["fsdp inside"], stay_gathered, 130):
         assert buckets == expected[replica][2]
         assert difference(found, expected[replica][1]) < EXACT
         assert difference(found, unclipped[replica][1]) > 1e-3
 
 
-def send(
-    replica: Replica | None, layout: str, dtype: torch.dtype | None
-) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def send(replica: Replica, dtype: torch.dtype | None) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """The replica, and its part with the last round in flight and mixed."""
-    spread = replica or Spread(LAYOUTS[layout])
-    optimizer = spread.wrap(BASES["fused adamw"], comm_dtype=dtype)
+    optimizer = replica.wrap(BASES["fused adamw"], comm_dtype=dtype)
     for step in range(STEPS):
-        spread.backward(step)
+        replica.backward(step)
         optimizer.step()
-    before = spread.full()
+    before = replica.full()
     assert optimizer.stats().bytes_sent > 0
-    return (*ended(spread, optimizer), before)
+    return (*ended(replica, optimizer), before)
 
 
 def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -347,8 +332,8 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
     layout: str, dtype: torch.dtype, rounded: float
 ) -> None:
     """A scale for many elements must not cover some that are shared and some that are not."""
-    ranks = run_on_mesh(8, send, None, layout, dtype)
-    exact = run_whole(LAYOUTS[layout].replicas, send, layout, None)
+    ranks = run_spread(LAYOUTS[layout], send, dtype)
+    exact = run_whole(LAYOUTS[layout].replicas, send, None)
     for replica, after, before in ranks:
         shared = mean_of([other for at, other, _ in ranks if at == replica])
         assert difference(after, shared) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from meshes import (
     difference,
     make_model,
     run_on_mesh,
+    run_spread,
     run_whole,
     start,
 )
@@ -133,15 +133,15 @@ class Run:
         )
 
 
-def save_a_move(folder: Path, move: Move) -> None:
-    run = Run(Spread(move.source), move.recipe)
+def save_a_move(replica: Replica, folder: Path, recipe: Recipe) -> None:
+    run = Run(replica, recipe)
     run.advance(STOP)
     run.save(folder)
     assert run.optimizer.gossip_state_dict()["in_flight"]
 
 
-def resume_a_move(folder: Path, move: Move) -> tuple[int, dict[str, Any]]:
-    run = Run(Spread(move.target, seed=1), move.recipe, rate=1.0)
+def resume_a_move(replica: Replica, folder: Path, recipe: Recipe) -> tuple[int, dict[str, Any]]:
+    run = Run(replica, recipe, rate=1.0)
     run.load(folder)
     assert run.optimizer.round == STOP
     assert run.optimizer.mixing_rate == RATE
@@ -152,15 +152,12 @@ def never_stop(replica: Replica, recipe: Recipe) -> tuple[int, dict[str, Any]]:
     return Run(replica, recipe).end()
 
 
-def ranks_of(layout: Layout) -> int:
-    return math.prod(layout.sizes.values())
-
-
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_what_one_layout_saves_goes_on_in_another(move: Move, tmp_path: Path) -> None:
-    expected = dict(run_whole(2, never_stop, move.recipe))
-    run_on_mesh(ranks_of(move.source), save_a_move, tmp_path, move)
-    for replica, params in run_on_mesh(ranks_of(move.target), resume_a_move, tmp_path, move):
+    source, target, recipe = move
+    expected = dict(run_whole(2, never_stop, recipe))
+    run_spread(source, save_a_move, tmp_path, recipe)
+    for replica, params in run_spread(target, resume_a_move, tmp_path, recipe, seed=1):
         assert difference(params, expected[replica]) < 1e-12
         assert difference(params, start()) > 1e-3
         assert difference(params, expected[1 - replica]) > 1e-6
