@@ -278,32 +278,3 @@ def test_all_ranks_may_load_the_state_of_one() -> None:
         return flatten(params)
 
     assert distance(torch.stack(run_threads(4, main))) < 1e-6
-
-
-def test_references_follow_parameters_into_other_buckets() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> float:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, PAIR, 0.0, comm_dtype=torch.int8)
-        take_rounds(optimizer, 10)
-        before = flatten(params)
-        optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
-        take_rounds(optimizer, 1)
-        return float((flatten(params) - before).abs().max())
-
-    # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
-    assert max(run_threads(2, main)) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("case", "code"), [("ring", INT4), ("complete", torch.int8), ("nodes", INT4)], ids=str
-)
-def test_ranks_that_start_the_same_hardly_notice_their_first_meetings(
-    case: str, code: torch.dtype
-) -> None:
-    """Coded as a difference to zero, weights would change by a seventh of the largest."""
-    options = {"lr": 1e-4, "sync_at_start": True}
-    coded, exact = (
-        train(CASES[case], 4, comm_dtype=each, **options)[:, -1] for each in (code, None)
-    )
-    assert (coded - exact).abs().max() < 2e-4
-    assert (exact[1] - flatten(make_params(seed=0))).abs().max() > 1e-4
