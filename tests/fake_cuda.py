@@ -370,8 +370,8 @@ def check_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("exchange", "all_reduce"):
         call = getattr(Transport, method)
 
-        def waited_once(self: Transport, *args: Any, call: Any = call) -> list[WaitedOnce]:
-            return [WaitedOnce(work) for work in call(self, *args)]
+        def waited_once(self: Transport, *args: Any, call: Any = call, **named: Any) -> Any:
+            return [WaitedOnce(work) for work in call(self, *args, **named)]
 
         monkeypatch.setattr(Transport, method, waited_once)
     monkeypatch.setattr(Bucket, "on_gpu", True)

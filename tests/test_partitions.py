@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -122,7 +121,7 @@ def test_of_two_halves_of_a_torn_network_that_both_reach_the_store_one_goes_on()
     ranks = len(LEFT + RIGHT)
     with netlab.lab(ranks + 1, "400mbit") as where, ranks_on(where, 3.0, ranks) as processes:
         processes.all_reach("round 3")
-        for one, other in product(LEFT, RIGHT):
+        for one, other in itertools.product(LEFT, RIGHT):
             cut_between(where, one, other)
         while len(ended := processes.ended()) < 2:
             time.sleep(0.1)
@@ -144,7 +143,6 @@ def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
                 assert f"rank {rank}: " in failure.text
 
 
-HOSTS = (*range(RANKS), STORE)
 ROUNDS = 20
 # Lost packets are sent again after pauses that double.
 PATIENCE = 100.0
@@ -162,7 +160,7 @@ def test_all_ranks_are_there_after_many_rounds_over_bad_links() -> None:
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout=8.0) as processes:
         processes.all_reach("round 3")
         before = retransmitted(where, 0)
-        relays = [netlab.lose(where, host, 0.1, 0.005, seed=5 + host) for host in HOSTS]
+        relays = [netlab.lose(where, host, 0.1, 0.005, seed=5 + host) for host in range(RANKS + 1)]
         try:
             for rank in range(RANKS):
                 processes.wait_for_round(rank, ROUNDS, PATIENCE)
