@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -42,7 +41,6 @@ TEMPLATES = prepare_env()
 CROSS_REFERENCE = re.compile(r"\[([^\[\]]+)\]\(#([\w.]+)\)")
 
 
-@cache
 def load() -> griffe.Module:
     """Read the package's source."""
     loader = griffe.GriffeLoader(
@@ -136,9 +134,8 @@ def render(item: Item, documented: set[str]) -> str:
 def link(text: str, anchors: dict[str, str]) -> str:
     """Let references to public names lead to their sections, and show others as text."""
 
-    def target(reference: re.Match[str]) -> str:
-        shown, path = reference.groups()
-        return f"[{shown}](#{anchors[path]})" if path in anchors else shown
+    def target(found: re.Match[str]) -> str:
+        return f"[{found[1]}](#{anchors[found[2]]})" if found[2] in anchors else found[1]
 
     return CROSS_REFERENCE.sub(target, text)
 

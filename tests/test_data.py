@@ -274,7 +274,8 @@ class World:
             "shuffle": chance.random() < 0.8,
         }
         self.ranks = {rank: Rank(rank, range(self.size), self) for rank in range(self.size)}
-        self.gone: list[Rank] = []
+        # Also those that are gone for good.
+        self.lives = [*self.ranks.values()]
         # Stopped or cut off for so long that the others have dropped them.
         self.stopped: dict[int, Rank] = {}
         # The samples that are used twice, and how many the ranks report.
@@ -313,9 +314,7 @@ class World:
             for number in self.chance.sample([*self.ranks], count):
                 lost = self.ranks.pop(number)
                 self.twice.update(lost.own(lost.unheard))
-                if self.chance.random() < 0.5:
-                    self.gone.append(lost)
-                else:
+                if self.chance.random() >= 0.5:
                     self.stopped[number] = lost
         elif kind == "return":
             rank = self.ranks[self.chance.choice([*self.ranks])]
@@ -328,10 +327,10 @@ class World:
             fetched = sum(map(len, rank.waiting))
         elif kind == "join":
             newcomers = [self.chance.choice(absent)]
-            if newcomers[0] in self.stopped:
-                # Another process takes its place for good.
-                self.gone.append(self.stopped.pop(newcomers[0]))
+            # It takes for good the place of one that was stopped.
+            self.stopped.pop(newcomers[0], None)
             self.ranks[newcomers[0]] = Rank(newcomers[0], [*self.ranks, *newcomers], self)
+            self.lives.append(self.ranks[newcomers[0]])
         summaries: dict[int, Any] = {
             number: None if kind == "join" and number in newcomers else rank.sampler.summary(beats)
             for number, rank in sorted(self.ranks.items())
@@ -362,7 +361,7 @@ def test_over_drawn_faults_each_sample_is_used_as_often_as_dealt(seed: int, lead
     world = World(chance, lead)
     world.run(faults=chance.randrange(7))
     used, own = Counter[int](), Counter[int]()
-    for rank in (*world.gone, *world.stopped.values(), *world.ranks.values()):
+    for rank in world.lives:
         used.update(sample for batch in rank.used for sample in batch)
         own.update(rank.own(rank.used))
     twice = world.twice + (used - own)

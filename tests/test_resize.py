@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from problem import MakeOptimizer, adamw, flatten, nesterov, sgd, take_steps
 from ranks import run_threads
-from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from test_checkpoint import file_of, flip_a_bit, start
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -49,40 +48,26 @@ class Found(NamedTuple):
     saved: dict[str, Any]
 
 
-def part(
-    rank: int,
-    group: dist.ProcessGroup,
-    folder: Path,
-    size: int,
-    make: MakeOptimizer,
-    **options: Any,
-) -> Found:
-    """Go on from the last set for some steps, and save with a round in flight."""
-    run = start(group, folder, size, make=make, topology=topology_of(size), **options)
-    step = run.resume()
-    loaded, state = flatten(run.params), copy.deepcopy(run.optimizer.state_dict())
-    take_steps(run.optimizer, run.params, rank, range(STEPS))
-    if not run.optimizer.pacing.synchronous:
-        run.optimizer.synchronize()
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    run.save(step + STEPS)
-    return Found(loaded, state, flatten(run.params), saved)
-
-
 def journey(
     folder: Path, sizes: Sequence[int], make: MakeOptimizer = sgd, **options: Any
 ) -> list[list[Found]]:
-    """What all ranks find in every part of a run with changing numbers of ranks."""
-    return [
-        run_threads(size, partial(part, folder=folder, size=size, make=make, **options))
-        for size in sizes
-    ]
+    """What all ranks find in every part of a run with changing numbers of ranks.
 
+    They go on from the last set for some steps, and save with a round in flight.
+    """
 
-def schedulefree(params: Sequence[Tensor]) -> Any:
-    base = AdamWScheduleFree(params, lr=0.02, warmup_steps=3)
-    base.train()
-    return base
+    def part(rank: int, group: dist.ProcessGroup, size: int) -> Found:
+        run = start(group, folder, size, make=make, topology=topology_of(size), **options)
+        step = run.resume()
+        loaded, state = flatten(run.params), copy.deepcopy(run.optimizer.state_dict())
+        take_steps(run.optimizer, run.params, rank, range(STEPS))
+        if not run.optimizer.pacing.synchronous:
+            run.optimizer.synchronize()
+        saved = copy.deepcopy(run.optimizer.state_dict())
+        run.save(step + STEPS)
+        return Found(loaded, state, flatten(run.params), saved)
+
+    return [run_threads(size, partial(part, size=size)) for size in sizes]
 
 
 def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: Path) -> None:
@@ -106,7 +91,6 @@ FEATURES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "adamw": (SMALLER_LARGER_ONE, {"make": adamw, "overlap": False}),
     "int8": ((4, 6), {"comm_dtype": torch.int8}),
     "auto": ((4, 6), {"overlap": AsItArrives()}),
-    "schedule-free": ((4, 6), {"make": schedulefree}),
     "windows": ((4, 6), {"make": partial(AccumAdam, lr=0.02, accum_iter=3), "overlap": False}),
 }
 
@@ -133,7 +117,6 @@ def check_mean(before: list[Found], found: list[Found]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:AdamWScheduleFree keeps an iterate")
 @pytest.mark.parametrize(("sizes", "options"), FEATURES.values(), ids=FEATURES)
 def test_whatever_takes_part_all_ranks_start_from_the_mean(
     sizes: tuple[int, ...], options: dict[str, Any], tmp_path: Path
