@@ -28,22 +28,44 @@ def built_from_one_seed(kind: Callable[[], Built]) -> Built:
         return kind()
 
 
-class Normed(nn.Module):
-    """Its norm and its dropout are read in training mode."""
+class Buffered(nn.Module):
+    """All kinds of buffers that a forward pass in training mode changes, or replaces."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-        self.drop, self.last = nn.Dropout(), nn.Linear(6, 2)
-        self.double()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+        self.second = nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.instance = nn.InstanceNorm1d(6, track_running_stats=True)
+        self.frozen, self.norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.2)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("row", torch.arange(6.0).expand(8, 6))
+        self.double().train()
+        nn.init.constant_(self.frozen.get_buffer("running_mean"), 0.5)
+
+    def train(self, mode: bool = True) -> Buffered:
+        super().train(mode)
+        self.frozen.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
+        if self.training:
+            self.seen = self.seen + 1
+        hidden = self.drop(self.norm(self.frozen(self.second(self.first(x)))))
+        return self.instance(hidden.T.unsqueeze(0))[0].T + self.row  # type: ignore[no-any-return]
+
+    def mean_at_norm(self, given: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The mean of the inputs of the norm that is recalibrated."""
+        return torch.cat([self.frozen(self.second(self.first(x))) for x, _ in given]).mean(0)
+
+    def modes(self) -> dict[str, bool]:
+        return {name: module.training for name, module in self.named_modules()}
 
 
-def normed() -> tuple[Normed, DecentOptimWrapper]:
+def buffered() -> tuple[Buffered, DecentOptimWrapper]:
     """In a world of one."""
-    model = built_from_one_seed(Normed)
+    model = built_from_one_seed(Buffered)
     return model, DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -63,7 +85,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_statistics_stay_where_the_average_is_kept() -> None:
     """And random numbers go on as if dropout had drawn none."""
-    model, optimizer = normed()
+    model, optimizer = buffered()
     probe = batches(3, 2)
     random = torch.get_rng_state()
     with optimizer.averaged(recalibrate=(model, probe)):
@@ -90,7 +112,7 @@ def broken() -> Iterator[tuple[Tensor, Tensor]]:
 def test_what_does_not_recalibrate_leaves_batch_norms_as_they_were(
     given: Callable[[nn.Module], Any], error: type[Exception], words: str
 ) -> None:
-    model, optimizer = normed()
+    model, optimizer = buffered()
     model.eval()
     own, averaged = state_of(model), optimizer.averaged(recalibrate=given(model))
     with pytest.raises(error, match=words), averaged:
@@ -98,41 +120,6 @@ def test_what_does_not_recalibrate_leaves_batch_norms_as_they_were(
     assert model.norm.momentum == 0.1
     assert not model.training
     assert equal(state_of(model), own)
-
-
-class Buffered(nn.Module):
-    """All kinds of buffers that a forward pass in training mode changes, or replaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
-        self.second = nn.utils.spectral_norm(nn.Linear(6, 6))
-        self.instance = nn.InstanceNorm1d(6, track_running_stats=True)
-        self.frozen, self.norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
-        self.drop = nn.Dropout(0.2)
-        self.seen: Tensor
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("row", torch.arange(6.0).expand(8, 6))
-        self.double()
-        nn.init.constant_(self.frozen.get_buffer("running_mean"), 0.5)
-
-    def train(self, mode: bool = True) -> Buffered:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen = self.seen + 1
-        hidden = self.drop(self.norm(self.frozen(self.second(self.first(x)))))
-        return self.instance(hidden.T.unsqueeze(0))[0].T + self.row  # type: ignore[no-any-return]
-
-    def mean_at_norm(self, given: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The mean of the inputs of the norm that is recalibrated."""
-        return torch.cat([self.frozen(self.second(self.first(x))) for x, _ in given]).mean(0)
-
-    def modes(self) -> dict[str, bool]:
-        return {name: module.training for name, module in self.named_modules()}
 
 
 @pytest.mark.parametrize(
