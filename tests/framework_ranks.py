@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import sys
@@ -64,18 +63,7 @@ def _rank(env: dict[str, str], rank: int, main: Callable[..., Any], args: Any) -
     return main(rank, *args)
 
 
-def accuracy_of(run: Run, script: str, folder: Path) -> float:
-    """How many percent of the digits an example knows at its end."""
-    printed, _ = run(_run_example, EXAMPLES / script, folder, "--epochs", "3")
-    (accuracy,) = re.findall(r"^test accuracy (.*)%$", printed, re.MULTILINE)
-    return float(accuracy)
-
-
-def _run_example(_: int, *arguments: Any) -> str:
-    return run_example(*arguments)
-
-
-def run_example(path: Path, folder: Path, *options: str) -> str:
+def run_example(_: int, path: Path, folder: Path, *options: str) -> str:
     """Run an example as this rank; what it prints."""
     os.chdir(folder)
     sys.argv[:] = [str(path), *options]

@@ -51,11 +51,11 @@ def host() -> Iterator[Executor]:
         yield executor
 
 
-def survive(_: int, *arguments: Any) -> str:
+def survive(rank: int, *arguments: Any) -> str:
     """Runs survive_digits.py as a rank of a launcher that starts none again."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     sys.path.insert(0, str(EXAMPLES))
-    return run_example(EXAMPLES / "survive_digits.py", *arguments)
+    return run_example(rank, EXAMPLES / "survive_digits.py", *arguments)
 
 
 def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
