@@ -109,11 +109,22 @@ class Processes:
         main: called in each process with the rank, its end of a pipe and `args`. It sends keys and
             values; what it returns is reported as "result".
         args: further arguments.
+        local_world_size: as torchrun's environment says, which is set unless this is 0.
+        store: in which they meet.
     """
 
-    def __init__(self, world_size: int, main: Callable[..., Any], *args: Any) -> None:
-        self.world_size = world_size
+    def __init__(
+        self,
+        world_size: int,
+        main: Callable[..., Any],
+        *args: Any,
+        local_world_size: int = 0,
+        store: TCPStore | None = None,
+    ) -> None:
+        self.world_size, self.store = world_size, store or launcher_store()
         self._main, self._args = main, args
+        meeting = self.store, world_size, local_world_size
+        self._env = environment(*meeting) if local_world_size else {}
         # The process of each rank that was started last.
         self.workers: dict[int, Any] = {}
         # Also those in whose place others have been started.
@@ -140,9 +151,8 @@ class Processes:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe()
         self._pipes[ours] = rank
-        self.workers[rank] = start_process(
-            _work, self._main, rank, theirs, self._args, daemon=False
-        )
+        work = self._main, self._env, rank, theirs, self._args
+        self.workers[rank] = start_process(_work, *work, daemon=False)
         self._started.append(self.workers[rank])
         theirs.close()
 
@@ -193,7 +203,11 @@ class Processes:
             self.reports[rank, key] = value
 
 
-def _work(main: Callable[..., Any], rank: int, pipe: Connection, args: tuple[Any, ...]) -> None:
+def _work(
+    main: Callable[..., Any], env: dict[str, str], rank: int, pipe: Connection, args: Any
+) -> None:
+    if env:
+        os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     begin_process()
     try:
         pipe.send(("result", main(rank, pipe, *args)))
@@ -214,10 +228,9 @@ def run_processes(
     `main` initialises the process group itself, as a user's script does. The ranks in `lost` are
     not expected to return, and are left out of the results.
     """
-    store = launcher_store()
-    env = environment(store, world_size, local_world_size or world_size)
     kept = [rank for rank in range(world_size) if rank not in lost]
-    with Processes(world_size, _run, env, lost, main, args) as ranks:
+    local = local_world_size or world_size
+    with Processes(world_size, _run, lost, main, args, local_world_size=local) as ranks:
         results = ranks.results(*kept)
         for rank in kept:
             ranks.workers[rank].join(30)
@@ -225,10 +238,7 @@ def run_processes(
     return results
 
 
-def _run(
-    rank: int, _: Connection, env: dict[str, str], lost: Collection[int], main: Any, args: Any
-) -> Any:
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+def _run(rank: int, _: Connection, lost: Collection[int], main: Any, args: Any) -> Any:
     with suppress(*[BaseException] * (rank in lost)):
         return main(rank, *args)
 
@@ -247,10 +257,8 @@ class KeptRanks:
     def run(self, work: Callable[..., Result], *args: Any) -> list[Result]:
         """Run `work(*args)` on all ranks; results by rank."""
         if self._ranks is None:
-            # They ask for it only until they have met.
-            self._store = launcher_store()
-            env = environment(self._store, self._world_size, self._world_size)
-            self._ranks = Processes(self._world_size, _serve, env)
+            size = self._world_size
+            self._ranks = Processes(size, _serve, local_world_size=size)
         try:
             self._ranks.send((work, args))
             return self._ranks.results()
@@ -264,8 +272,7 @@ class KeptRanks:
             self._ranks = None
 
 
-def _serve(rank: int, pipe: Connection, env: dict[str, str]) -> None:
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+def _serve(_: int, pipe: Connection) -> None:
     dist.init_process_group("gloo")
     while True:
         work, args = pipe.recv()
@@ -291,41 +298,36 @@ def environment(store: TCPStore, world_size: int, local_world_size: int) -> dict
 
 def run_script(*command: str | Path, cwd: Path, seconds: float = 110) -> str:
     """Run a script as ``python`` does, without importing torch again; what it prints."""
-    return _run_scripts([{}], command, cwd, seconds)
+    return _run_scripts(1, 0, command, cwd, seconds)
 
 
 def run_script_on_ranks(
     world_size: int, *command: str | Path, cwd: Path, seconds: float = 110
 ) -> str:
     """Run a script as torchrun does, without importing torch again; what all ranks print."""
-    store = launcher_store()
-    env = environment(store, world_size, world_size)
-    ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    return _run_scripts(ranks, command, cwd, seconds)
+    return _run_scripts(world_size, world_size, command, cwd, seconds)
 
 
 def _run_scripts(
-    envs: list[dict[str, str]], command: tuple[str | Path, ...], cwd: Path, seconds: float
+    size: int, local: int, command: tuple[str | Path, ...], cwd: Path, seconds: float
 ) -> str:
+    args = [*map(str, command)], cwd
     with (
         TemporaryDirectory() as folder,
-        Processes(len(envs), _script, envs, [*map(str, command)], cwd, Path(folder)) as ranks,
+        Processes(size, _script, Path(folder), *args, local_world_size=local) as ranks,
     ):
         deadline = time.monotonic() + seconds
         for worker in ranks.workers.values():
             worker.join(max(0.0, deadline - time.monotonic()))
         printed = "".join(output.read_text() for output in sorted(Path(folder).iterdir()))
         codes = [worker.exitcode for worker in ranks.workers.values()]
-    assert codes == [0] * len(envs), printed
+    assert codes == [0] * size, printed
     return printed
 
 
-def _script(
-    rank: int, _: Connection, envs: list[dict[str, str]], command: list[str], cwd: Path, out: Path
-) -> None:
+def _script(rank: int, _: Connection, out: Path, command: list[str], cwd: Path) -> None:
     """What a fresh interpreter does, with its output in a file."""
     print_to(out / str(rank))
-    os.environ.update(envs[rank])
     os.chdir(cwd)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))

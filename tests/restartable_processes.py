@@ -236,9 +236,9 @@ class RestartableProcesses(Processes):
     def __init__(
         self, world_size: int, main: Callable[..., Any], *args: Any, **options: Any
     ) -> None:
-        self.store = launcher_store()
-        main = partial(main, **options)
-        super().__init__(world_size, _meet, world_size, self.store.port, main, args)
+        store = launcher_store()
+        meeting = world_size, store.port, partial(main, **options), args
+        super().__init__(world_size, _meet, *meeting, store=store)
 
     def all_reach(self, key: str) -> None:
         """Return once every rank has reported the key."""

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from dense import oracle
 from modules import Training, adamw, flat, make_model
 from problem import flatten, make_params, nesterov, sgd, take_steps, wrap
-from ranks import KeptRanks, Processes, end_interpreter, environment, launcher_store
+from ranks import KeptRanks, Processes, end_interpreter
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -145,11 +145,8 @@ SECONDS_TO_END = 5 + 8
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def end_in_flight(
-    rank: int, pipe: Connection, topology: str, end: str, env: dict[str, str]
-) -> NoReturn:
+def end_in_flight(rank: int, pipe: Connection, topology: str, end: str) -> NoReturn:
     """End by an interrupt in a step, or after two, as a script whose wrapper is still there."""
-    os.environ.update(env, RANK=str(rank))
     # It is ignored where the tests were started in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo")
@@ -191,11 +188,9 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
     All ranks that are interrupted, elastic ones, too, are gone soon.
     """
     with ExitStack() as stack:
-        worlds, stores = {}, []
+        worlds = {}
         for topology, end, size in WORLDS:
-            stores.append(launcher_store())
-            env = environment(stores[-1], size, 1)
-            ranks = Processes(size, end_in_flight, topology, end, env)
+            ranks = Processes(size, end_in_flight, topology, end, local_world_size=1)
             worlds[end] = stack.enter_context(ranks)
         for ranks in worlds.values():
             for rank in ranks.workers:

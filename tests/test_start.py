@@ -48,7 +48,6 @@ def error_of(call: Callable[[], object]) -> str:
 
 # What is said of what one rank passes.
 BAD: dict[str, Callable[[], dict[str, Any]]] = {
-    "TypeError: elastic expects an Elastic or None": lambda: {"elastic": True},
     "ValueError: Invalid learning rate": lambda: {
         "extensions": [OuterOptimizer(partial(torch.optim.SGD, lr=-1.0))]
     },
