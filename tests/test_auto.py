@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import problem
@@ -287,14 +288,12 @@ def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
 
 
 def test_a_model_with_collectives_is_refused_on_all_ranks() -> None:
-    def build(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> None:
-        problem.wrap(list(model.parameters()), group, model=model, **options)
-
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8))
+        build = partial(problem.wrap, list(model.parameters()), group, model=model)
         with pytest.raises(ValueError, match=r"AsItArrives.*got SyncBatchNorm in '1'"):
-            build(model, group, overlap=AUTO)
+            build(overlap=AUTO)
         # With a number of steps all ranks come to each of them.
-        build(model, group)
+        build()
 
     run_threads(2, main)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from problem import flatten, nesterov, take_drawn_steps
+from problem import flatten, nesterov, of_guide, take_drawn_steps
 from ranks import run_threads
 from torch import Tensor
 from warned import warned_texts
@@ -216,18 +216,14 @@ def test_ranks_with_other_references_are_told_so() -> None:
     assert any("share references after" in text and "load" in text for text in texts)
 
 
-class ManyPartners(Topology):
-    """Rank 0 meets five partners."""
-
-    def phases(self) -> list[list[list[int]]]:
-        return [[[0, peer]] for peer in range(1, self.world_size)]
-
-
 def test_a_schedule_of_many_partners_codes_the_values_and_says_so() -> None:
+    # Rank 0 has five partners.
+    star = of_guide()["Star"](6)
+
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params(seed=rank)
         start = flatten(params)
-        optimizer = wrap(params, group, Case(ManyPartners(6), 6), 0.0, comm_dtype=INT4)
+        optimizer = wrap(params, group, Case(star, 6), 0.0, comm_dtype=INT4)
         take_rounds(optimizer, 10)
         assert not optimizer.state_dict()["gossip"].get("references")
         return start, flatten(params)

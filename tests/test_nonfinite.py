@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from covering import VIEWS, named, pairwise
 from fake_cuda import WAYS, Way
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
-from test_coded_rounds import CAP_MB, SHAPES, distance
+from scripted_ranks import listed
+from test_coded_rounds import SHAPES, Case, distance
 from test_coded_rounds import make_params as make_long_params
+from test_coded_rounds import wrap as wrap_long
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, Late, NonFiniteError, Schedule, Topology
+from decent_optim_wrapper import DecentOptimWrapper, Group, Late, NonFiniteError, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.config import OnNonfinite
 
@@ -97,19 +100,6 @@ def test_a_caught_error_drops_the_round_that_follows_from_it(
     assert run_threads(3, main) == [[3 if way == "on a GPU" else 2]] * 3
 
 
-class Together(Topology):
-    """All ranks in one group, perhaps with a weight other than that of the mean."""
-
-    self_weight: float | None = None
-
-    def phases(self) -> list[list[Group]]:
-        return [[Group(range(self.world_size), self_weight=self.self_weight)]]
-
-
-class Weighted(Together):
-    self_weight = 0.7
-
-
 def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...]) -> Tensor:
     """New values for every rank, of which those that are bad are not finite in any bucket."""
     with torch.no_grad():
@@ -121,7 +111,7 @@ def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    ("way", "size", "comm", "views", "rate", "every", "topology"),
+    ("way", "size", "comm", "views", "rate", "every", "self_weight"),
     pairwise(
         WAYS,
         {"2": 2, "3": 3, "4": 4},
@@ -129,7 +119,7 @@ def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...
         VIEWS,
         {"rate 1": 1.0, "rate 0.3": 0.3},
         {"each step": 1, "late": 2},
-        {"mean": Together, "weighted": Weighted},
+        {"mean": None, "weighted": 0.7},
     ),
 )
 def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
@@ -139,7 +129,7 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
     views: bool,
     rate: float,
     every: int,
-    topology: type[Together],
+    self_weight: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank, two and all of them; each averages a part of every coded bucket."""
@@ -147,18 +137,11 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
 
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
         params = make_long_params(seed=rank)
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.0),
-            topology=topology(size),
-            process_group=group,
-            sync_at_start=False,
-            bucket_cap_mb=CAP_MB,
-            comm_dtype=COMM[comm],
-            on_nonfinite="skip",
-            param_as_bucket_view=views,
-            overlap=Late(every) if every > 1 else True,
-            schedule=Schedule(gossip_every=every, mixing_rate=rate),
-        )
+        options: dict[str, Any] = {"comm_dtype": COMM[comm], "param_as_bucket_view": views}
+        options["schedule"] = Schedule(gossip_every=every, mixing_rate=rate)
+        options["overlap"] = Late(every) if every > 1 else True
+        case = Case(listed(size, [[Group(range(size), self_weight)]]), size)
+        optimizer = wrap_long(params, group, case, 0.0, on_nonfinite="skip", **options)
         rows = []
         for number, bad in enumerate(left_out):
             # A round of all ranks moves the references.
@@ -173,7 +156,7 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
     way(monkeypatch)
     rows = zip(*run_threads(size, main), strict=True)
     rough = {"exact": 1e-9, "int8": 0.1, "int4": 1.5, "bf16": 0.05}[comm]
-    pull = rate * (0.3 * size / (size - 1) if topology is Weighted else 1.0)
+    pull = rate * ((1 - self_weight) * size / (size - 1) if self_weight else 1.0)
     for bad, row in zip(left_out, rows, strict=True):
         before, after = map(torch.stack, zip(*row, strict=True))
         good = [rank for rank in range(size) if rank not in bad]

@@ -24,6 +24,7 @@ from problem import (
     wrap,
 )
 from ranks import run_threads
+from scripted_ranks import listed
 from torch import Tensor
 from torch.optim import SGD, Optimizer, RMSprop
 
@@ -172,19 +173,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = {"state": Plan(state=MOMENTS), "rare state": Plan(gossip_every=2, state=MOMENTS)}
 
 
-class Lopsided(Topology):
-    """Another weight in every phase: a round finished with the wrong one moves the mean."""
-
-    def phases(self) -> list[list[Group]]:
-        return [
-            [Group([0, 1], 0.9), Group([2, 3], 0.2)],
-            [Group([1, 2, 3], 0.6)],
-            [Group([0, 1, 2, 3], 0.4)],
-        ]
-
-
-MIXED: dict[str, Topology] = {
-    "other weights in every phase": Lopsided(4),
+# A round that is finished with the weight of another phase moves the mean.
+LOPSIDED = [
+    [Group([0, 1], 0.9), Group([2, 3], 0.2)],
+    [Group([1, 2, 3], 0.6)],
+    [Group([0, 1, 2, 3], 0.4)],
+]
+MIXED = {
+    "other weights in every phase": listed(4, LOPSIDED),
     "greedy": TopologyFactory.create("greedy", 5),
 }
 
