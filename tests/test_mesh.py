@@ -14,7 +14,6 @@ from meshes import (
     CAP_MB,
     LAYOUTS,
     STEPS,
-    Layout,
     Replica,
     difference,
     run_spread,
@@ -84,7 +83,7 @@ class Case(NamedTuple):
 
 
 # Each way to spread a replica once; FSDP and tensor parallelism by themselves are in `WAYS`.
-ONCE = LAYOUTS.keys() - {"tp inside", "fsdp inside"}
+ONCE = LAYOUTS.keys() - {"tp inside", "fsdp inside", "only blocks"}
 ROTATING = (cycle(each) for each in (BASES, SCHEDULES, OVERLAPS, NORMS))
 CASES = [Case(*row) for row in zip(sorted(ONCE), *ROTATING, strict=False)]
 
@@ -139,9 +138,6 @@ def test_a_replica_trains_as_an_unsharded_one_however_it_is_spread(case: Case) -
 
 # The replica, and its parameters after the last round.
 Ended = tuple[int, dict[str, Any]]
-# Each block keeps its parameters gathered after a forward pass without gradients.
-BLOCKS_ONLY = "only blocks are sharded"
-WAYS_TO_SPREAD = {**LAYOUTS, BLOCKS_ONLY: Layout({"gossip": 4, "fsdp": 2}, outermost=False)}
 
 
 def ended(spread: Replica, optimizer: DecentOptimWrapper) -> Ended:
@@ -250,11 +246,11 @@ class Way(NamedTuple):
 
 WAYS = {
     "its data ends early, and it takes part in the rounds of the others": Way(
-        end_early, BLOCKS_ONLY, idle_early
+        end_early, "only blocks", idle_early
     ),
     "a scaler skips its update, and not its round": Way(scale, "pipeline gpipe"),
     "it mixes before the forward pass what it has sent by a step": Way(
-        mix_before_the_forward_pass, BLOCKS_ONLY
+        mix_before_the_forward_pass, "only blocks"
     ),
     "it steps in the backward pass of a scaled loss": Way(
         partial(scale_in_backward, overlap=True), "tp inside"
@@ -272,7 +268,7 @@ def go(replica: Replica, work: Callable[[Replica], DecentOptimWrapper]) -> Ended
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_replica_trains_as_an_unsharded_one_where(way: Way) -> None:
     expected = dict(run_whole(4, go, way.unsharded or way.work))
-    for replica, found in run_spread(WAYS_TO_SPREAD[way.layout], go, way.work):
+    for replica, found in run_spread(LAYOUTS[way.layout], go, way.work):
         assert difference(found, expected[replica]) < EXACT
         assert difference(found, start()) > 1e-3
 

@@ -185,7 +185,7 @@ def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
 def test_references_go_on_in_the_same_layout_bit_for_bit_and_in_another_one(tmp_path: Path) -> None:
     expected = dict(run_whole(2, never_stop, Recipe()))
     for replica, (whole, same_layout, other_layout) in run_on_mesh(4, code_and_resume, tmp_path):
-        assert same(whole, same_layout)
+        assert difference(whole, same_layout) == 0
         for params in (whole, other_layout):
             assert 1e-6 < difference(params, expected[replica]) < 5e-4
 
@@ -228,10 +228,6 @@ class Saving:
         return saved.step
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all((one[name] == other[name]).all() for name in one)
-
-
 def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """How a run ends that does not stop and one that does, and the error in another layout."""
     stopped = Saving(source, folder)
@@ -248,14 +244,14 @@ def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, 
     text = "was saved with the model in another layout|could not be loaded on rank .* see the error"
     with pytest.raises(ValueError, match=text) as caught:
         other.load()
-    assert same(other.run.spread.full(), before)
+    assert difference(other.run.spread.full(), before) == 0
     return whole, resumed, str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["fsdp", "tp"])
 def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_path: Path) -> None:
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
-        assert same(whole, resumed)
+        assert difference(whole, resumed) == 0
         assert difference(whole, start()) > 1e-3
         assert "another layout" in error or "loaded on rank" in error
 
@@ -287,7 +283,7 @@ def test_another_number_of_replicas_starts_from_the_average_of_every_stage(tmp_p
             one, other = (full[name] for _, full in saved if name in full)
             assert abs(value - (one + other) / 2).max() < 1e-14
             assert abs(one - other).max() > 1e-4
-        assert not same(end, found)
+        assert difference(end, found) > 0
     run_on_mesh(4, save_twice, tmp_path / "shards", "fsdp")
     for error, *_ in run_on_mesh(2, load_alone, tmp_path / "shards", "fsdp"):
         assert "step_00000002 of 2 ranks holds shards of tensors" in error

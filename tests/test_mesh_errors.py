@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import CAP_MB, LAYOUTS, Layout, Spread, make_mesh, run_on_mesh
+from meshes import CAP_MB, LAYOUTS, Layout, Replica, Spread, make_mesh, run_on_mesh, run_spread
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -341,46 +341,34 @@ def test_a_loss_is_passed_on_along_other_dimensions() -> None:
     assert {call for _, call in found} == {"clip", "step"}
 
 
-def average() -> list[tuple[str, set[float]]]:
-    """The error of an average of NaN, and the values of one that leaves NaN out.
-
-    Of NaN in a momentum, and then in a parameter.
-    """
-    spread, found = Spread(LAYOUTS["fsdp inside"]), []
-    for of_momenta in (True, False):
-        for on_nonfinite in ("raise", "skip"):
-            optimizer = spread.wrap(
-                lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
-                on_nonfinite=on_nonfinite,
-                extensions=[StateAverage()],
-            )
-            spread.backward(0)
-            optimizer.step()
-            optimizer.synchronize()
-            held = parts(spread, optimizer, of_momenta)
-            for tensor in held:
-                tensor.fill_(spread.replica)
-            if dist.get_rank() == FAILING:
-                held[0].fill_(torch.nan)
-            if on_nonfinite == "skip":
-                optimizer.global_avg(may_revert=False)
-                continue
+def average(spread: Replica, kind: str) -> tuple[str, set[float]]:
+    """The error of an average of NaN, and the values of one that leaves NaN out."""
+    for on_nonfinite in ("raise", "skip"):
+        optimizer = spread.wrap(
+            lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
+            on_nonfinite=on_nonfinite,
+            extensions=[StateAverage()],
+        )
+        spread.backward(0)
+        optimizer.step()
+        optimizer.synchronize()
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        whole = momenta if kind == "momenta" else spread.model.parameters()
+        held = [local(each).detach() for each in whole]
+        for tensor in held:
+            tensor.fill_(spread.replica)
+        if dist.get_rank() == FAILING:
+            held[0].fill_(torch.nan)
+        if on_nonfinite == "raise":
             with pytest.raises(NonFiniteError) as caught:
                 optimizer.global_avg(may_revert=False)
-        values = (tensor.flatten().tolist() for tensor in held)
-        found.append((str(caught.value), set().union(*values)))
-    return found
+    optimizer.global_avg(may_revert=False)
+    return str(caught.value), set().union(*(tensor.flatten().tolist() for tensor in held))
 
 
-def parts(spread: Spread, optimizer: DecentOptimWrapper, of_momenta: bool) -> list[Tensor]:
-    """What this rank holds of the momenta, or of the parameters."""
-    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-    return [local(each).detach() for each in (momenta if of_momenta else spread.model.parameters())]
-
-
-def test_averages_leave_out_the_whole_replica_of_a_shard_with_nan() -> None:
-    for found in run_on_mesh(8, average):
-        for (error, values), kind in zip(found, ("momenta", "parameters"), strict=True):
-            assert f"those of ranks [{FAILING // 2}] hold NaN" in error
-            assert f"finite {kind}" in error
-            assert values == {(0 + 2 + 3) / 3}
+@pytest.mark.parametrize("kind", ["momenta", "parameters"])
+def test_averages_leave_out_the_whole_replica_of_a_shard_with_nan(kind: str) -> None:
+    for error, values in run_spread(LAYOUTS["fsdp inside"], average, kind):
+        assert f"those of ranks [{FAILING // 2}] hold NaN" in error
+        assert f"finite {kind}" in error
+        assert values == {(0 + 2 + 3) / 3}
