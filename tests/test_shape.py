@@ -37,7 +37,7 @@ FOLDER_LINES = {
     **{"ddp": 499, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
 }
 # Code lines of all tests, likewise.
-TEST_LINES = 13_824
+TEST_LINES = 13_815
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.
