@@ -79,7 +79,7 @@ class Supervisor:
         if code == 0:
             self.nodes.note_finished()
             return
-        how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        how = f"exit code {code}" if code > 0 else f"signal {-code}, {signal.strsignal(-code)}"
         self._due[rank] = code, time.monotonic()
         in_background(partial(mark_end, self.nodes.connect, rank.rank, rank.pid))
         self.console.say(f"rank {rank.rank} ended ({how}); see {rank.folder}")
