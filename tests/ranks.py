@@ -239,7 +239,8 @@ def run_processes(
 
 
 def _run(rank: int, _: Connection, lost: Collection[int], main: Any, args: Any) -> Any:
-    with suppress(*[BaseException] * (rank in lost)):
+    ignored = (BaseException,) if rank in lost else ()
+    with suppress(*ignored):
         return main(rank, *args)
 
 
