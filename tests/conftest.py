@@ -28,9 +28,8 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # lines, among which nobody would see an error.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# Gloo's thread tries a lock again and again while its holder sends. Woken by what is sent, it takes
-# the holder's core, and keeps it for milliseconds. A thread of a batch job takes nobody's. Some
-# sandboxes have none.
+# The groups of tests, too, wake threads of gloo that must not preempt the one that sends: see
+# `connect_gloo`. Not every sandbox has batch jobs.
 with suppress(OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

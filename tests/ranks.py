@@ -77,12 +77,13 @@ def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result
     errors: dict[int, BaseException] = {}
     # One that ends early would close the connections to a rank that still connects.
     connected = threading.Barrier(world_size, timeout=TIMEOUT.total_seconds())
-    cpu = ctypes.CDLL(None).sched_getcpu()
+    # Ranks of one interpreter take turns. On several cores, every turn would wake one. The threads
+    # of two ranks keep all cores, so that some tests have threads that run at the same time.
+    cores = {ctypes.CDLL(None).sched_getcpu()} if world_size > 2 else os.sched_getaffinity(0)
 
     def run(rank: int) -> None:
         try:
-            # Ranks of one interpreter take turns. On several cores, every turn would wake one.
-            os.sched_setaffinity(0, {cpu})
+            os.sched_setaffinity(0, cores)
             group = process_group(store, rank, world_size)
             connected.wait()
             results[rank] = main(rank, group)

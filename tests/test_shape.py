@@ -48,7 +48,7 @@ FEATURES = {
 # Objects of torch and of frameworks, which are changed by assignment.
 FOREIGN_ATTRIBUTES = {
     *("grad", "data", "training", "momentum", "param_groups", "state", "defaults", "__class__"),
-    *("_opt_called", "found_inf", "grad_scale", "_timeout", "lazy_init", "rootRank", "reduceOp"),
+    *("_opt_called", "found_inf", "grad_scale", "_timeout", "lazy_init", "reduceOp"),
     *("prepare_model", "prepare_optimizer", "save_state", "models", "is_background", "atexit"),
     *("average_tokens_across_devices", "free_memory"),
     # The public property of the wrapper.

@@ -17,8 +17,9 @@ from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
-    backend_name,
+    backend_of,
     close,
+    exchange_device,
     is_nccl,
     new_communicator,
     serves,
@@ -86,7 +87,7 @@ class Connections:
         # The GPUs that exchange over NCCL.
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
-        self._backend = "" if world is None else backend_name(world)
+        self._backend = "" if world is None else backend_of(world, exchange_device(world)).name()
         self._reports = FailureReports(store, members[rank])
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, _world
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import within
@@ -51,28 +51,22 @@ def exchange_device(group: Any) -> torch.device:
     return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
 
 
-def backend_name(group: Any) -> str:
-    """The name of the backend that exchanges tensors."""
-    return str(backend_of(group, exchange_device(group)).name())
-
-
 def timeout_of(group: Any) -> timedelta:
     """The timeout of the group's own operations."""
     return backend_of(group, exchange_device(group)).options._timeout  # type: ignore[no-any-return]
 
 
 def store_of(group: Any) -> Any | None:
-    """The store that the group was built on; None for a raw backend."""
+    """The store that the group was built on; None if torch does not know it."""
+    # Torch 2.8 has only this for the groups that it knows.
+    if is_registered(group):
+        return _get_process_group_store(group)
     return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def is_registered(group: Any) -> bool:
     """Return whether torch.distributed knows the group."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return False
-    return True
+    return group in _world.pg_map
 
 
 def new_communicator(
@@ -164,15 +158,14 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """
     # In a list, so that the error, which holds this frame, does not hold the group.
     made: list[Any] = []
-    policy = os.sched_getscheduler(0)
+    # gloo's thread tries a lock again and again while a send holds it. Woken by that send, it would
+    # preempt the sender, and try for milliseconds. Threads of SCHED_BATCH preempt no other.
+    changed = _replace_policy("SCHED_OTHER", "SCHED_BATCH")
     try:
-        # Its thread tries a lock again and again while a send holds it. Woken by that send, it
-        # would take the sender's core, and keep it for milliseconds. This one takes no core.
-        if policy == os.SCHED_OTHER:
-            _schedule(os.SCHED_BATCH)
         made.append(dist.ProcessGroupGloo(store, rank, size, timeout))
     finally:
-        _schedule(policy)
+        if changed:
+            _replace_policy("SCHED_BATCH", "SCHED_OTHER")
     leave_to_parent(made[0])
     try:
         made[0].allreduce([torch.ones(1, device="cpu")]).wait(timeout)
@@ -183,11 +176,14 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return made[0]
 
 
-def _schedule(policy: int) -> None:
-    """Set how Linux schedules this thread, and those that it starts."""
-    # Some sandboxes have no other policy.
-    with suppress(OSError):
-        os.sched_setscheduler(0, policy, os.sched_param(0))
+def _replace_policy(old: str, new: str) -> bool:
+    """Replace the scheduling policy of this thread and of those that it starts, if it is `old`."""
+    # Linux has policies, but not every sandbox.
+    with suppress(AttributeError, OSError):
+        if os.sched_getscheduler(0) == getattr(os, old):
+            os.sched_setscheduler(0, getattr(os, new), os.sched_param(0))
+            return True
+    return False
 
 
 def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:
@@ -220,10 +216,9 @@ def close(communicators: list[Any], devices: Iterable[torch.device], seconds: fl
             if isinstance(each, dist.ProcessGroup):
                 backend_of(each, _CUDA).shutdown()
 
-    if not any(isinstance(each, dist.ProcessGroup) for each in communicators):
-        return
     try:
-        within(seconds, end)
+        if any(isinstance(each, dist.ProcessGroup) for each in communicators):
+            within(seconds, end)
     except (RuntimeError, TimeoutError):
         abort(communicators)
 

@@ -112,10 +112,12 @@ def _wait_for_each(
 ) -> None:
     # First one receive of each: gloo may forget a send whose connection closes, but no receive. A
     # thread that waited for the send would keep its connections until the process ends.
-    for part in (slice(1), slice(None)):
-        for each in expected:
-            begun.append(each)
-            _wait_for(each.works[part], each)
+    for each in expected:
+        begun.append(each)
+        _wait_for(each.works[:1], each)
+    for each in expected:
+        begun.append(each)
+        _wait_for(each.works[:], each)
     if further is not None:
         _wait_for_each(further(), None, begun)
 

@@ -55,6 +55,9 @@ from decent_optim_wrapper.wire.parameters import (
 )
 from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, plan_buckets
 
+# Read once: it takes a third of a millisecond.
+__version__ = version("decent-optim-wrapper")
+
 
 @dataclass(frozen=True)
 class ModuleExtras:
@@ -97,10 +100,6 @@ class Inputs:
     buffers: Iterable[Tensor]
     model: nn.Module | None
     extras: ModuleExtras
-
-
-# Read once: it takes a third of a millisecond.
-__version__ = version("decent-optim-wrapper")
 
 
 class _Model(NamedTuple):
