@@ -55,8 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
     *("test_examples", "test_partitions", "test_recovery", "test_etcd", "test_store", "test_mesh"),
-    *("test_soak", "test_launcher", "test_faults", "test_guides", "test_extension_contract"),
-    *("test_before_forward", "test_frameworks", "test_mesh_checkpoint", "test_fused_codec"),
+    *("test_soak", "test_launcher", "test_faults", "test_guides", "test_fused_codec"),
 )
 
 
@@ -94,9 +93,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what ranks are forked with before the time of a test runs."""
     gc.freeze()
     gc.enable()
-    if session.config.option.collectonly:
-        return
-    if any(item.get_closest_marker("slow") for item in session.items):
+    runs = not session.config.option.collectonly
+    if runs and any(item.get_closest_marker("slow") for item in session.items):
         from ranks import start_process
 
         # What ranks print belongs to a test, and not between the dots.
