@@ -17,9 +17,8 @@ from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
-    backend_of,
     close,
-    exchange_device,
+    exchange_backend,
     is_nccl,
     new_communicator,
     serves,
@@ -87,7 +86,7 @@ class Connections:
         # The GPUs that exchange over NCCL.
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
-        self._backend = "" if world is None else backend_of(world, exchange_device(world)).name()
+        self._backend = "" if world is None else exchange_backend(world).name()
         self._reports = FailureReports(store, members[rank])
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None

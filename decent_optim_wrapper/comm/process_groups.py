@@ -46,14 +46,15 @@ def serves(group: Any, device: torch.device) -> bool:
     return device.type == "cpu" or isinstance(group, dist.ProcessGroup) or backend.name() != "gloo"
 
 
-def exchange_device(group: Any) -> torch.device:
-    """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
-    return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
+def exchange_backend(group: Any) -> Any:
+    """The backend that exchanges tensors: the GPU's if the group serves it."""
+    device = _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
+    return backend_of(group, device)
 
 
 def timeout_of(group: Any) -> timedelta:
     """The timeout of the group's own operations."""
-    return backend_of(group, exchange_device(group)).options._timeout  # type: ignore[no-any-return]
+    return exchange_backend(group).options._timeout  # type: ignore[no-any-return]
 
 
 def store_of(group: Any) -> Any | None:
@@ -96,7 +97,7 @@ def new_communicator(
         RuntimeError: a member is missing.
         TimeoutError: a link is dead, the store does not answer, or `should_stop` has ended it.
     """
-    theirs = backend_of(like, exchange_device(like))
+    theirs = exchange_backend(like)
     kind = theirs.name()
     if kind != "gloo" and not is_nccl(kind):
         raise ValueError(
