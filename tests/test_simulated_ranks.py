@@ -7,14 +7,19 @@ from functools import partial
 from typing import Any
 
 import pytest
-import stacked_gpt
 import time_to_loss
 import torch
 import torch.distributed as dist
-from ranks import run_threads
-from simulated_ranks import Method, train
-from stacked_gpt import batch, initial_weights, split, stacked_loss
+from ranks import run_processes, run_threads
+from simulated_ranks import Method, StreamingRounds, train
+from stacked_gpt import SMALL
+from stacked_hooks import PowerSGD, eight_bits, eight_bits_of_channels
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import Int8Codec
@@ -22,14 +27,14 @@ from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 
 RANKS, STEPS, LR, SEED = 4, 6, 0.01, 3
 INT8, CODED = Int8Codec(), {"comm_dtype": torch.int8}
+# Two sequences for each rank.
+GPT = SMALL._replace(sequences=2 * RANKS)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
 
 
 @pytest.fixture(autouse=True)
-def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def float64() -> Iterator[None]:
     """In float32 a rounding error changes a code now and then, and Adam makes it as long as lr."""
-    # Two sequences for each rank.
-    monkeypatch.setattr(stacked_gpt, "BATCH", 2 * RANKS)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -40,11 +45,11 @@ class Replica(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        parts = split(initial_weights(SEED).unsqueeze(0))
+        parts = GPT.split(GPT.initial_weights(SEED).unsqueeze(0))
         self.parts = nn.ParameterList([nn.Parameter(part[0].clone()) for part in parts])
 
     def forward(self, pieces: Tensor) -> Tensor:
-        return stacked_loss([part.unsqueeze(0) for part in self.parts], pieces.unsqueeze(0))
+        return GPT.stacked_loss([part.unsqueeze(0) for part in self.parts], pieces.unsqueeze(0))
 
 
 def real(
@@ -66,7 +71,7 @@ def real(
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        model(batch(generator, RANKS)[rank]).backward()
+        model(GPT.batch(generator, RANKS)[rank]).backward()
         if options is None:
             for part in model.parts:
                 dist.all_reduce(part.grad.div_(RANKS), group=group)
@@ -82,7 +87,7 @@ def real(
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (Method(topology=None, reduce_dtype=torch.float32), None),
+        (Method(topology=None), None),
         (Method(late=1, codec=INT8), {"overlap": True, **CODED}),
         # The parts that ranks own depend on the bucket.
         (Method("complete", codec=INT8), {"topology": "complete", "bucket_cap_mb": 25, **CODED}),
@@ -103,17 +108,106 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     expected = torch.stack(run_threads(RANKS, partial(real, method, options)))
     # Beside another rate, or another seed.
     rates, seeds = ([LR], [SEED + 1, SEED]) if options is None else ([LR / 2, LR], [SEED])
-    found = train(method, "AdamW", RANKS, rates, seeds, STEPS)[-1, -1]
+    found = train(method, "AdamW", RANKS, rates, seeds, STEPS, GPT)[-1, -1]
     torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-9)
     mean = expected.mean(0)
-    assert (mean - initial_weights(SEED)).abs().max() > LR
+    assert (mean - GPT.initial_weights(SEED)).abs().max() > LR
     # Rounds of all ranks in the last step leave no difference, nor does DDP.
     assert ((expected - mean).abs().max() < 1e-9) == (method.codec is None)
 
 
+class OneBucket:
+    """The gradients of a rank as hooks of DDP read them."""
+
+    def __init__(self, grads: Tensor) -> None:
+        self._grads = grads
+
+    def buffer(self) -> Tensor:
+        return self._grads
+
+    def gradients(self) -> list[Tensor]:
+        return [part[0] for part in GPT.split(self._grads.unsqueeze(0))]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def some_gradients() -> list[Tensor]:
+    """Of three steps, each of shape (1, ranks, parameters)."""
+    generator = torch.Generator().manual_seed(SEED)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32)
+    common, own = (draw(3, 1, ranks, GPT.parameters) for ranks in (1, RANKS))
+    return list(common + 0.3 * own)
+
+
+def first_qs(rank_of_matrices: int) -> Tensor:
+    """The first approximations, one after another as torch's hook has matrices of one shape."""
+    hook = PowerSGD(rank_of_matrices, GPT)
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for matrix in GPT.split(torch.zeros(1, GPT.parameters, dtype=torch.float32)):
+        by_shape.setdefault(matrix.shape, []).append(matrix.unsqueeze(1))
+    same_shapes = (matrix for same in by_shape.values() for matrix in same)
+    return torch.cat([hook.first_q(matrix).flatten() for matrix in same_shapes])
+
+
+def averages_by_hooks(rank: int) -> dict[str, list[Any]]:
+    """What torch's hooks make of the gradients of each step."""
+    dist.init_process_group("gloo")
+    results = {}
+    for rank_of_matrices in (1, 4):
+        state = PowerSGDState(None, rank_of_matrices, start_powerSGD_iter=2)
+        state.iter = 2
+        state.q_memory_dict[0] = first_qs(rank_of_matrices)
+        rows = sum(rows for rows, _ in GPT.shapes)
+        state.p_memory_dict[0] = torch.zeros(rows * rank_of_matrices, dtype=torch.float32)
+        results[f"PowerSGD {rank_of_matrices}"] = averages(partial(powerSGD_hook, state), rank)
+    results["8 bits"] = averages(partial(quantization_pertensor_hook, None), rank)
+    results["8 bits a channel"] = averages(partial(quantization_perchannel_hook, None), rank)
+    return results
+
+
+def averages(hook: Any, rank: int) -> list[Any]:
+    return [hook(OneBucket(grads[0, rank].clone())).wait().numpy() for grads in some_gradients()]
+
+
+@pytest.mark.slow
+def test_simulated_hooks_average_as_those_of_torch() -> None:
+    expected = run_processes(RANKS, averages_by_hooks)
+    for name, simulated in (
+        ("PowerSGD 1", PowerSGD(1, GPT, start=0)),
+        ("PowerSGD 4", PowerSGD(4, GPT, start=0)),
+        ("8 bits", eight_bits),
+        ("8 bits a channel", eight_bits_of_channels),
+    ):
+        for step, grads in enumerate(some_gradients()):
+            mean = simulated(grads)[0]
+            for each in expected:
+                torch.testing.assert_close(
+                    mean, torch.from_numpy(each[name][step]), rtol=0, atol=1e-4
+                )
+            assert (mean - grads.mean(1)).abs().max() > 1e-3
+
+
+def test_one_fragment_that_arrives_at_once_is_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamingRounds, "FRAGMENTS", 1)
+    monkeypatch.setattr(StreamingRounds, "OWN", 0.0)
+    plain, streaming = (
+        train(
+            Method("complete", every=3, outer=OUTER, codec=INT8, streams=streams),
+            *("AdamW", RANKS, [LR], [SEED], STEPS, GPT),
+        )
+        for streams in (None, 0)
+    )
+    torch.testing.assert_close(plain, streaming, rtol=0, atol=1e-12)
+    assert (plain - GPT.initial_weights(SEED)).abs().max() > LR
+
+
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
-    results = time_to_loss.Results(time_to_loss.RESULTS, stacked_gpt.STEPS)
+    results = time_to_loss.Results(time_to_loss.RESULTS)
     assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
     for optimizer in ("AdamW", "Muon"):
         times = time_to_loss.times_to_loss(results, time_to_loss.SEEDS, optimizer)

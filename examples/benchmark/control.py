@@ -23,15 +23,7 @@ import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
 from methods import METHODS, Recipe
 from simulated_ranks import BETAS
-from stacked_gpt import (
-    PARAMETERS,
-    STEPS,
-    batch,
-    initial_weights,
-    split,
-    stacked_loss,
-    validation_loss,
-)
+from stacked_gpt import SMALL
 from step_time import HEADERS
 from time_to_loss import PICTURE, RESULTS, SEEDS, Results, Row, best, rate, steps_needed
 from torch import Tensor, nn
@@ -70,11 +62,11 @@ class GPT(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        parts = split(initial_weights(seed).unsqueeze(0))
+        parts = SMALL.split(SMALL.initial_weights(seed).unsqueeze(0))
         self.parts = nn.ModuleList(Part(part[0]) for part in parts)
 
     def forward(self, pieces: Tensor) -> Tensor:
-        return stacked_loss(Called(self.parts), pieces.unsqueeze(0))
+        return SMALL.stacked_loss(Called(self.parts), pieces.unsqueeze(0))
 
 
 class Plan(NamedTuple):
@@ -110,27 +102,27 @@ def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
     model = GPT(seed)
     training = METHODS[method](model, plan.recipe())
     generator = torch.Generator().manual_seed(seed)
-    batch(torch.Generator(), ranks)  # reads the text
+    SMALL.batch(torch.Generator(), ranks)  # reads the text
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
-        training.step(batch(generator, ranks)[rank])
+        training.step(SMALL.batch(generator, ranks)[rank])
     training.finish()
     dist.barrier()
     seconds = time.perf_counter() - start
     flat = torch.cat([part.weight.detach().flatten() for part in model.parts])
     dist.all_reduce(flat)
-    loss = validation_loss(flat / ranks) if rank == 0 else 0.0
+    loss = SMALL.validation_loss(flat / ranks) if rank == 0 else 0.0
     return Trained(seconds, loss)
 
 
 def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
     """The best learning rate of a method, and its steps until DDP's loss; None if not measured."""
-    results, row = Results(RESULTS, STEPS), Row(PICTURE.get(method, "DDP"))
+    results, row = Results(RESULTS), Row(PICTURE.get(method, "DDP"))
     found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
     if found is None or needed is None:
         return None
-    return Plan(rate(found.exponent), round(needed * STEPS))
+    return Plan(rate(found.exponent), round(needed * SMALL.steps))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -156,7 +148,7 @@ def main() -> None:
     print(f"a step without communication takes {1000 * computing:.1f} ms")
     print("| all-reduce / computing | method | steps | s | faster | loss |")
     print("|---" * 6 + "|")
-    sent = Group(range(args.ranks)).copies_sent * 4 * PARAMETERS * 8 * HEADERS
+    sent = Group(range(args.ranks)).copies_sent * 4 * SMALL.parameters * 8 * HEADERS
     for ratio in args.ratios:
         link = netlab.possible(f"{sent / (ratio * computing) / 1e3:.0f}kbit")
         base = None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
-from stacked_gpt import HIDDEN, STEPS, batch, initial_weights, split, stacked_loss
+from stacked_gpt import SMALL, StackedGPT
+from stacked_hooks import Hook
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -38,7 +40,10 @@ class Method(NamedTuple):
             step; 0 mixes before the next forward pass.
         codec: the codec of the messages; None for float32.
         outer: makes an outer optimizer from the anchors; it steps after every round.
-        reduce_dtype: dtype in which gradients are summed; None if they are not.
+        hook: makes the communication hook of DDP that averages gradients; None if there is none.
+        streams: steps that an outer step travels (Streaming DiLoCo, Douillard et al., 2025): each
+            fragment of the model has a step of its own in `every` steps, and what arrives is mixed
+            with the replica, half and half. None for an outer step that ranks wait for.
         momentum: γ of GASLoC (Cagnasso et al., 2026), whose rounds set x <- W y + γ (y - y'): y are
             the replicas before the round, and y' those before the last one.
         moments: steps between two rounds of Adam's moments, by name in its state (DES-LOC, Iacob
@@ -50,13 +55,14 @@ class Method(NamedTuple):
     late: int = 0
     codec: Codec | None = None
     outer: Callable[[list[Tensor]], Optimizer] | None = None
-    reduce_dtype: torch.dtype | None = None
+    hook: Callable[[StackedGPT], Hook] | None = None
+    streams: int | None = None
     momentum: float = 0.0
     moments: tuple[tuple[str, int], ...] = ()
 
     def replicas(self, ranks: int) -> int:
         """How many replicas differ: in DDP all are the same, and are one with the whole batch."""
-        return 1 if self.reduce_dtype == torch.float32 else ranks
+        return 1 if self.topology is None and self.hook is None else ranks
 
 
 class Rounds:
@@ -66,9 +72,10 @@ class Rounds:
         method: the method.
         x: the replicas, of shape (trainings * ranks, parameters).
         ranks: number of ranks in each training.
+        gpt: the model.
     """
 
-    def __init__(self, method: Method, x: Tensor, ranks: int) -> None:
+    def __init__(self, method: Method, x: Tensor, ranks: int, gpt: StackedGPT = SMALL) -> None:
         self._method, self._x, self._ranks = method, x, ranks
         self._topology = method.topology
         if isinstance(method.topology, str):
@@ -82,13 +89,14 @@ class Rounds:
         self._anchor = x.detach().clone()
         self._before = self._anchor.clone()
         self._outer = method.outer([self._anchor]) if method.outer else None
+        self._hook = method.hook(gpt) if method.hook else None
 
     @torch.no_grad()
     def before_update(self) -> None:
         """Average gradients, and mix a round that has arrived."""
-        if self._method.reduce_dtype == torch.bfloat16:
-            grads = self._by_training(self._x.grad / self._ranks).bfloat16().unbind(1)
-            self._by_training(self._x.grad).copy_(sum(grads[1:], grads[0]).unsqueeze(1))
+        if self._hook is not None:
+            grads = self._by_training(self._x.grad)
+            grads.copy_(self._hook(grads).unsqueeze(1))
         if self._steps == self._arrival:
             self.finish()
 
@@ -130,6 +138,11 @@ class Rounds:
                 change += self._method.momentum * (self._x - self._before)
                 self._before.copy_(self._x)
             return change
+        if self._method.outer is not None:
+            # Pseudo-gradients are coded without a memory of what was lost.
+            decoded = round_trip(self._method.codec, self._x, self._anchor)
+            mean = (matrix @ self._by_training(decoded)).view_as(decoded)
+            return self._anchor + mean - self._x
         if phase not in self._references:
             self._references[phase] = self._anchor.clone()
         reference = self._references[phase]
@@ -156,6 +169,85 @@ class Rounds:
     def _by_training(self, rows: Tensor) -> Tensor:
         """Replicas as (trainings, ranks, parameters)."""
         return rows.unflatten(0, (-1, self._ranks))
+
+
+class Fragment(NamedTuple):
+    """A part of the model that has outer steps of its own.
+
+    Args:
+        columns: its place in the replicas, an int64 vector.
+        anchor: where the last outer step ended, of shape (trainings * ranks, columns).
+        outer: the outer optimizer of the anchor.
+        offset: when it is sent, in steps.
+    """
+
+    columns: Tensor
+    anchor: Tensor
+    outer: Optimizer
+    offset: int
+
+
+class StreamingRounds:
+    """The rounds of Streaming DiLoCo over stacked replicas (Douillard et al., 2025).
+
+    Each of four fragments, of every fourth matrix, is sent once in `every` steps. After `streams`
+    steps its outer step is made, and each rank goes on half-way between it and its own values.
+
+    Args:
+        method, x, ranks, gpt: as in `Rounds`.
+    """
+
+    FRAGMENTS, OWN = 4, 0.5
+
+    def __init__(self, method: Method, x: Tensor, ranks: int, gpt: StackedGPT = SMALL) -> None:
+        self._method, self._x, self._ranks = method, x, ranks
+        places = torch.arange(x.shape[1]).split([prod(shape) for shape in gpt.shapes])
+        self._fragments = []
+        for number in range(self.FRAGMENTS):
+            columns = torch.cat(places[number :: self.FRAGMENTS])
+            anchor = x.detach()[:, columns].clone()
+            offset = number * method.every // self.FRAGMENTS
+            self._fragments.append(Fragment(columns, anchor, method.outer([anchor]), offset))
+        self._in_flight: dict[int, Tensor] = {}
+        self._steps = 0
+
+    def before_update(self) -> None:
+        """Do nothing: all happens after an update."""
+
+    @torch.no_grad()
+    def after_update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Send a fragment when it is due, and take in one that has arrived."""
+        self._steps += 1
+        for number, fragment in enumerate(self._fragments):
+            age = (self._steps - fragment.offset) % self._method.every
+            if age == 0:
+                self._in_flight[number] = self._pseudo_gradient(fragment)
+            if age == self._method.streams:
+                self._receive(number)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take in what is in flight."""
+        for number in [*self._in_flight]:
+            self._receive(number)
+
+    def _pseudo_gradient(self, fragment: Fragment) -> Tensor:
+        values, codec = self._x.detach()[:, fragment.columns], self._method.codec
+        change = (
+            values - fragment.anchor
+            if codec is None
+            else round_trip(codec, values, fragment.anchor)
+        )
+        mean = change.unflatten(0, (-1, self._ranks)).mean(1, keepdim=True)
+        return -mean.expand(-1, self._ranks, -1).flatten(0, 1)
+
+    def _receive(self, number: int) -> None:
+        if number in self._in_flight:
+            fragment = self._fragments[number]
+            fragment.anchor.grad = self._in_flight.pop(number)
+            fragment.outer.step()
+            values = self._x.detach()[:, fragment.columns]
+            self._x[:, fragment.columns] = torch.lerp(fragment.anchor, values, self.OWN)
 
 
 def round_trip(codec: Codec, x: Tensor, reference: Tensor) -> Tensor:
@@ -193,14 +285,18 @@ class StackedMuon(Optimizer):
             stack.sub_(update, alpha=0.2 * max(stack.shape[1:]) ** 0.5 * group["lr"])
 
 
-def muon(x: Tensor, lr: float) -> list[Optimizer]:
-    """Muon for the hidden matrices of each rank, and AdamW for the others; needs `x.grad`."""
-    parts = split(x.detach())
-    for part, grad in zip(parts, split(x.grad), strict=True):
+def muon(x: Tensor, lr: float, gpt: StackedGPT, ranks: int = 1) -> list[Optimizer]:
+    """Muon for the hidden matrices of each rank, and AdamW for the others; needs `x.grad`.
+
+    AdamW's second moments have the noise of `ranks` ranks.
+    """
+    parts = gpt.split(x.detach())
+    for part, grad in zip(parts, gpt.split(x.grad), strict=True):
         part.grad = grad
-    hidden = [parts[place] for place in HIDDEN]
-    others = [part for place, part in enumerate(parts) if place not in HIDDEN]
-    return [StackedMuon(hidden, lr), AdamW(others, lr=lr, betas=BETAS)]
+    hidden = [parts[place] for place in gpt.hidden]
+    others = [part for place, part in enumerate(parts) if place not in gpt.hidden]
+    rest = AdamW(others, lr, BETAS) if ranks == 1 else NoiseOfRanks(others, lr, ranks)
+    return [StackedMuon(hidden, lr), rest]
 
 
 class NoiseOfRanks(Optimizer):
@@ -210,42 +306,46 @@ class NoiseOfRanks(Optimizer):
     the second moment sees the noise of all ranks.
 
     Args:
-        x: the parameters.
+        params: the parameters.
         lr: learning rate.
-        ranks: n.
+        ranks: n; None takes the first moment in place of b.
     """
 
-    def __init__(self, x: Tensor, lr: float, ranks: int) -> None:
-        super().__init__([x], {"lr": lr, "decay": (ranks - 1) / (ranks + 1)})
+    def __init__(self, params: list[Tensor], lr: float, ranks: int | None) -> None:
+        decay = BETAS[0] if ranks is None else (ranks - 1) / (ranks + 1)
+        super().__init__(params, {"lr": lr, "decay": decay})
         self._steps = 0
-        self._slots = [torch.zeros_like(x) for _ in range(3)]
+        self._slots = [[torch.zeros_like(x) for _ in range(3)] for x in params]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        (group,), (average, square, short) = self.param_groups, self._slots
-        (x,), lr, decay = group["params"], group["lr"], group["decay"]
+        (group,) = self.param_groups
+        lr, decay = group["lr"], group["decay"]
         self._steps += 1
-        x.mul_(1 - 0.01 * lr)
-        average.lerp_(x.grad, 1 - BETAS[0])
-        short.lerp_(x.grad, 1 - decay)
-        unbiased = short / (1 - decay**self._steps)
-        square.mul_(BETAS[1]).addcmul_(unbiased, unbiased, value=1 - BETAS[1])
-        root = (square / (1 - BETAS[1] ** self._steps)).sqrt_().add_(1e-8)
-        x.addcdiv_(average, root, value=-lr / (1 - BETAS[0] ** self._steps))
+        for x, (average, square, short) in zip(group["params"], self._slots, strict=True):
+            x.mul_(1 - 0.01 * lr)
+            average.lerp_(x.grad, 1 - BETAS[0])
+            short.lerp_(x.grad, 1 - decay)
+            unbiased = short / (1 - decay**self._steps)
+            square.mul_(BETAS[1]).addcmul_(unbiased, unbiased, value=1 - BETAS[1])
+            root = (square / (1 - BETAS[1] ** self._steps)).sqrt_().add_(1e-8)
+            x.addcdiv_(average, root, value=-lr / (1 - BETAS[0] ** self._steps))
 
 
-OPTIMIZERS: dict[str, Callable[[Tensor, float], list[Optimizer]]] = {
-    "AdamW": lambda x, lr: [AdamW([x], lr=lr, betas=BETAS, fused=True)],
+OPTIMIZERS: dict[str, Callable[[Tensor, float, StackedGPT], list[Optimizer]]] = {
+    "AdamW": lambda x, lr, _: [AdamW([x], lr=lr, betas=BETAS, fused=True)],
     # The moments move once in 4 steps: these betas forget as much in a step.
-    "AccumAdamW": lambda x, lr: [
+    "AccumAdamW": lambda x, lr, _: [
         AccumAdamW([x], lr=lr, betas=(BETAS[0] ** 4, BETAS[1] ** 4), accum_iter=4)
     ],
-    "SGD": lambda x, lr: [SGD([x], lr=lr, momentum=0.9)],
+    "SGD": lambda x, lr, _: [SGD([x], lr=lr, momentum=0.9)],
     "Muon": muon,
+    "AdamW, noise by the first moment": lambda x, lr, _: [NoiseOfRanks([x], lr, None)],
     **{
-        f"AdamW, noise of {ranks}": lambda x, lr, ranks=ranks: [NoiseOfRanks(x, lr, ranks)]  # type: ignore[misc]
-        for ranks in (4, 8, 16)
+        f"AdamW, noise of {n}": lambda x, lr, _, n=n: [NoiseOfRanks([x], lr, n)]  # type: ignore[misc]
+        for n in (4, 8, 16)
     },
+    **{f"Muon, noise of {n}": partial(muon, ranks=n) for n in (4, 8, 16)},
 }
 
 
@@ -262,7 +362,8 @@ def train(
     ranks: int,
     lrs: Sequence[float],
     seeds: Sequence[int],
-    steps: int = STEPS,
+    steps: int,
+    gpt: StackedGPT = SMALL,
 ) -> Tensor:
     """Train with a method once for each learning rate and seed.
 
@@ -272,15 +373,18 @@ def train(
         the replicas after the last step, of shape (lrs, seeds, replicas, parameters).
     """
     replicas = method.replicas(ranks)
-    starts = torch.stack([initial_weights(seed) for seed in seeds])
+    starts = torch.stack([gpt.initial_weights(seed) for seed in seeds])
     x = starts.repeat_interleave(replicas, 0).repeat(len(lrs), 1).requires_grad_()
     x.grad = torch.zeros_like(x)
-    rounds = Rounds(method, x, replicas)
+    kind = Rounds if method.streams is None else StreamingRounds
+    rounds = kind(method, x, replicas, gpt)
     size = len(seeds) * replicas
     optimizers = [
         each
         for place, lr in enumerate(lrs)
-        for each in OPTIMIZERS[optimizer](slice_of(x, slice(place * size, (place + 1) * size)), lr)
+        for each in OPTIMIZERS[optimizer](
+            slice_of(x, slice(place * size, (place + 1) * size)), lr, gpt
+        )
     ]
     warmup = steps // 10
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=steps - warmup, t_warmup=warmup)
@@ -288,8 +392,8 @@ def train(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(steps):
         x.grad.zero_()
-        batches = torch.cat([batch(generator, replicas) for generator in generators])
-        stacked_loss(split(x), batches.repeat(len(lrs), 1, 1)).backward()
+        batches = torch.cat([gpt.batch(generator, replicas) for generator in generators])
+        gpt.stacked_loss(gpt.split(x), batches.repeat(len(lrs), 1, 1)).backward()
         rounds.before_update()
         for each in (*optimizers, *schedulers):
             each.step()

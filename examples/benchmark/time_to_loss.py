@@ -2,13 +2,14 @@
 
     python examples/benchmark/time_to_loss.py --table
 
-A GPT of 98,304 parameters sees 20 tokens per parameter of Python's own sources. The ranks are
-simulated in one process (`simulated_ranks.py`), for all seeds at once. For each row, learning rates
-that are a factor of 1.5 apart are tried until the best one is at no end. With its best rate a
-method of 4 ranks then trains longer, until it has DDP's loss: these steps, times the seconds of a
-step that `step_time.py` measured, are the picture. What is in the file of
-results is not measured again, so the script can be stopped at any time. A training takes half a
-minute on one core, all of them hours; with --device cuda --jobs 14 they take minutes.
+A GPT of 98,304 parameters sees 20 tokens per parameter of Python's own sources, and larger ones of
+torch's. The ranks are simulated in one process (`simulated_ranks.py`), for all seeds at once. For
+each row, learning rates that are a factor of 1.5 apart are tried until the best one is at no end.
+With its best rate a method of the small model then trains longer, until it has DDP's loss: these
+steps, times the seconds of a step that `step_time.py` measured, are the picture. What is in the
+file of results is not measured again, so the script can be stopped at any time. A training of the
+small model takes half a minute on one core, all of them hours; with --device cuda --jobs 14 they
+take minutes.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from typing import NamedTuple
 
 import torch
 from simulated_ranks import OPTIMIZERS, Method, train
-from stacked_gpt import STEPS, validation_loss
+from stacked_gpt import SIZES, SMALL, StackedGPT
+from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
 from step_time import draw_ratios
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Int4Codec, Int8Codec
+from decent_optim_wrapper.codecs import Codec, Int4Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
-INT8 = Int8Codec()
+INT8, INT4, TOP_K = Int8Codec(), Int4Codec(), TopKCodec()
 # 16 ranks average exactly after two rounds.
 FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
 
 
-def diloco(every: int, lr: float, momentum: float) -> Method:
+def diloco(
+    every: int, lr: float, momentum: float, codec: Codec | None = None, streams: int | None = None
+) -> Method:
     outer = partial(SGD, lr=lr, momentum=momentum, nesterov=True)
-    return Method(topology="complete", every=every, outer=outer)
+    return Method("complete", every=every, outer=outer, codec=codec, streams=streams)
 
 
 def slow_momentum(lr: float, momentum: float) -> Method:
@@ -54,17 +58,27 @@ OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.2), (1.0, 0.5), (1.0, 0.8))
 METHODS: dict[str, dict[str, Method]] = {
     name: {name: method}
     for name, method in {
-        "DDP": Method(topology=None, reduce_dtype=torch.float32),
-        "DDP, bf16 hook": Method(topology=None, reduce_dtype=torch.bfloat16),
+        "DDP": Method(topology=None),
+        "DDP, bf16 hook": Method(topology=None, hook=lambda gpt: bfloat16),
+        "DDP, 8 bits": Method(topology=None, hook=lambda gpt: eight_bits),
+        "DDP, 8 bits a channel": Method(topology=None, hook=lambda gpt: eight_bits_of_channels),
+        **{
+            f"DDP, PowerSGD {rank}": Method(topology=None, hook=partial(PowerSGD, rank))
+            for rank in (1, 4)
+        },
         "PostLocalSGD 8": Method(topology="complete", every=8),
         "decent-dp": Method(topology="complete", late=1),
         "ours": Method(),
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
-        "ours, int4": Method(codec=Int4Codec()),
+        "ours, int4": Method(codec=INT4),
+        "ours, top-k": Method(codec=TOP_K),
         "ours, complete, int8": Method(topology="complete", codec=INT8),
-        "ours, complete, int4": Method(topology="complete", codec=Int4Codec()),
+        "ours, complete, int4": Method(topology="complete", codec=INT4),
+        "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
+        "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
+        "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, 2 steps late, int8": Method(every=2, late=2, codec=INT8),
@@ -87,6 +101,14 @@ METHODS |= {
     }
     for every in (8, 30)
 }
+METHODS |= {
+    f"{name}, {label}": {
+        f"{name}, {label}, outer {lr}, {momentum}": diloco(30, lr, momentum, codec, streams)
+        for lr, momentum in OUTER
+    }
+    for name, streams in (("DiLoCo 30", None), ("Streaming DiLoCo 30", 5))
+    for label, codec in (("int8", INT8), ("int4", INT4))
+}
 METHODS["ours, outer"] = {
     f"ours, outer {lr}, {momentum}": slow_momentum(lr, momentum)
     for lr, momentum in ((1.0, 0.2), (1.0, 0.5), (0.7, 0.5))
@@ -101,18 +123,33 @@ class Row(NamedTuple):
         ranks: number of ranks.
         optimizer: a key of OPTIMIZERS.
         start: the exponent of the first learning rate, of `rate`.
+        size: a key of SIZES.
     """
 
     name: str
     ranks: int = 4
     optimizer: str = "AdamW"
     start: int = 1
+    size: str = "0.1M"
+
+    @property
+    def gpt(self) -> StackedGPT:
+        """The model."""
+        return SIZES[self.size]
 
 
 LATE = "ours, 2 steps late, int8", "ours, 4 steps late, int8"
 COMPLETE = "ours, complete", "ours, complete, int8", "ours, complete, int4"
 TRIED = "ours, outer", "ours, moments", "GASLoC 1", "DES-LOC 8", "GASLoC 8"
 PAIRS = "ours", "ours, int8", "ours, delayed"
+CODED_PAIRS = "ours, int8", "ours, int4"
+CODED_COMPLETE = "ours, complete, int8", "ours, complete, int4"
+CODED_FOURS = "ours, groups of 4, int8", "ours, groups of 4, int4"
+HOOKS = "DDP, 8 bits", "DDP, 8 bits a channel", "DDP, PowerSGD 1", "DDP, PowerSGD 4"
+CODED_DILOCO = (
+    *("DiLoCo 30, int8", "DiLoCo 30, int4"),
+    *("Streaming DiLoCo 30, int8", "Streaming DiLoCo 30, int4"),
+)
 # Optimizer, ranks, the exponent of the first learning rate, and names of METHODS.
 ROWS = [
     Row(name, ranks, optimizer, start)
@@ -120,24 +157,57 @@ ROWS = [
         ("AdamW", 4, 0, ("DDP", "DDP, bf16 hook")),
         ("AdamW", 4, 1, ("PostLocalSGD 8", "DiLoCo 8", "DiLoCo 30", "decent-dp")),
         ("AdamW", 4, 2, (*PAIRS, "ours, int4", "ours, delayed, int8", *LATE, *COMPLETE)),
+        ("AdamW", 4, 1, HOOKS),
+        ("AdamW", 4, 1, CODED_DILOCO),
+        ("AdamW", 4, 2, ("ours, complete, delayed, int4", "ours, top-k", "ours, complete, top-k")),
         ("AdamW", 4, 1, TRIED),
-        ("AdamW", 8, 3, PAIRS),
-        ("AdamW", 16, 3, (*PAIRS, "ours, complete")),
-        ("AdamW", 16, 4, ("ours, groups of 4, int8",)),
+        ("AdamW", 8, 3, (*PAIRS, "ours, int4")),
+        ("AdamW", 8, 3, (*CODED_COMPLETE, *CODED_FOURS)),
+        ("AdamW", 16, 3, (*PAIRS, "ours, int4", "ours, complete")),
+        ("AdamW", 16, 4, (*CODED_COMPLETE, *CODED_FOURS)),
+        ("AdamW", 16, 1, ("DDP, PowerSGD 1", "DDP, PowerSGD 4", "DDP, 8 bits a channel")),
+        ("AdamW", 16, 1, ("DiLoCo 30", "Streaming DiLoCo 30, int4")),
         ("AccumAdamW", 4, 1, ("DDP", "decent-dp", *PAIRS)),
         ("AccumAdamW", 16, 2, ("ours",)),
         ("SGD", 4, 9, ("DDP",)),
         *(("SGD", ranks, 8, ("ours",)) for ranks in (4, 8, 16)),
+        *(("SGD", ranks, 9, ("ours, complete, int4",)) for ranks in (4, 8, 16)),
         ("Muon", 4, 2, ("DDP", "DiLoCo 8", "DiLoCo 30")),
         ("Muon", 4, 3, ("PostLocalSGD 8", *PAIRS, "ours, int4")),
         ("Muon", 8, 4, ("ours",)),
         ("Muon", 16, 4, ("ours", "ours, int8", "ours, groups of 4, int8")),
-        ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, complete, int8")),
-        ("AdamW, noise of 8", 8, 0, ("ours", "ours, int8")),
-        ("AdamW, noise of 16", 16, 0, ("ours", "ours, int8", "ours, groups of 4, int8")),
-        ("AdamW, noise of 16", 16, 1, ("ours, complete",)),
+        *(
+            ("Muon", ranks, exponent, ("ours, complete, int4",))
+            for ranks, exponent in ((4, 3), (8, 4), (16, 4))
+        ),
+        *(
+            (f"Muon, noise of {ranks}", ranks, 3, ("ours, int4", "ours, complete, int4"))
+            for ranks in (4, 8, 16)
+        ),
+        ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, int4", *CODED_COMPLETE)),
+        ("AdamW, noise of 4", 4, 1, ("ours, complete, delayed, int4", "ours, complete, top-k")),
+        ("AdamW, noise of 8", 8, 0, ("ours", *CODED_PAIRS)),
+        ("AdamW, noise of 8", 8, 1, (*CODED_FOURS, *CODED_COMPLETE)),
+        ("AdamW, noise of 16", 16, 0, ("ours", *CODED_PAIRS)),
+        ("AdamW, noise of 16", 16, 1, (*CODED_FOURS, "ours, complete", *CODED_COMPLETE)),
+        *(
+            ("AdamW, noise by the first moment", ranks, 1, ("ours, complete, int4",))
+            for ranks in (8, 16)
+        ),
     )
     for name in names
+]
+# The models that are larger, with the exponent of the first rate of DDP.
+ROWS += [
+    Row(name, optimizer=optimizer, start=start + more, size=size)
+    for size, start in (("0.4M", 0), ("1.5M", -1))
+    for name, optimizer, more in (
+        ("DDP", "AdamW", 0),
+        ("ours, int8", "AdamW", 1),
+        ("ours, complete, int4", "AdamW", 1),
+        ("ours, complete, int4", "AdamW, noise of 4", 0),
+        ("DiLoCo 30", "AdamW", 0),
+    )
 ]
 SEEDS = (0, 1, 2)
 # In steps of the schedule that all rows share.
@@ -170,10 +240,10 @@ class Results:
 
     Args:
         path: the file; created by the first loss.
-        steps: steps of the schedule.
+        steps: most steps of the schedule; None for those of the model.
     """
 
-    def __init__(self, path: Path, steps: int) -> None:
+    def __init__(self, path: Path, steps: int | None = None) -> None:
         self._path, self._steps = path, steps
         self._losses: dict[str, float] = {}
         if path.exists():
@@ -182,9 +252,15 @@ class Results:
 
     def key(self, row: Row, variant: str, exponent: int, seed: int, length: float = 1.0) -> str:
         """The name of a training in the file; `length` as in LENGTHS."""
-        replicas, steps = METHODS[row.name][variant].replicas(row.ranks), int(length * self._steps)
-        settings = f"{replicas} replicas | {steps} steps | lr {rate(exponent):.3g}"
-        return f"{variant} | {row.optimizer} | {settings} | seed {seed}"
+        replicas = METHODS[row.name][variant].replicas(row.ranks)
+        steps = f"{self.steps_of(row, length)} steps"
+        settings = f"{replicas} replicas | {steps} | lr {rate(exponent):.3g} | seed {seed}"
+        size = "" if row.gpt == SMALL else f"{row.size} | "
+        return f"{size}{variant} | {row.optimizer} | {settings}"
+
+    def steps_of(self, row: Row, length: float = 1.0) -> int:
+        """The steps of a training; `length` as in LENGTHS."""
+        return int(length * min(self._steps or row.gpt.steps, row.gpt.steps))
 
     def known(
         self, row: Row, variant: str, exponent: int, seeds: Sequence[int], length: float = 1.0
@@ -206,11 +282,11 @@ class Results:
         new = [k for k in exponents if self.known(row, variant, k, seeds, length) is None]
         if new:
             method, lrs = METHODS[row.name][variant], [rate(k) for k in new]
-            steps = int(length * self._steps)
-            stacked = train(method, row.optimizer, row.ranks, lrs, seeds, steps)
+            steps = self.steps_of(row, length)
+            stacked = train(method, row.optimizer, row.ranks, lrs, seeds, steps, row.gpt)
             for (k, seed), x in zip(product(new, seeds), stacked.flatten(0, 1), strict=True):
                 key = self.key(row, variant, k, seed, length)
-                self.add(key, round(validation_loss(x.mean(0)), 5))
+                self.add(key, round(row.gpt.validation_loss(x.mean(0)), 5))
         known = {k: self.known(row, variant, k, seeds, length) for k in exponents}
         return {k: statistics.mean(losses) for k, losses in known.items() if losses}
 
@@ -223,7 +299,7 @@ class Results:
         print(f"{key}: {self._losses[key]:.4f}", flush=True)
 
 
-def measure(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row) -> None:
+def measure(path: Path, steps: int | None, seeds: Sequence[int], device: str, row: Row) -> None:
     """Search the best learning rate of a row, both of whose neighbours are worse."""
     torch.set_num_threads(1)
     torch.set_default_device(device)
@@ -269,11 +345,13 @@ def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
 
 def goal(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
     """DDP's best with the optimizer of a row, or with AdamW."""
-    found = {each.optimizer: best(results, each, seeds) for each in ROWS if each.name == "DDP"}
-    return found.get(row.optimizer) or found["AdamW"]
+    ddp = [each for each in ROWS if each.name == "DDP" and each.size == row.size]
+    found = {each.optimizer: best(results, each, seeds) for each in ddp}
+    optimizer = row.optimizer.split(",")[0]  # without "noise of n"
+    return found.get(optimizer) or found["AdamW"]
 
 
-def lengthen(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row) -> None:
+def lengthen(path: Path, steps: int | None, seeds: Sequence[int], device: str, row: Row) -> None:
     """Train longer or shorter with the best learning rate of a row, until the loss is DDP's."""
     torch.set_num_threads(1)
     torch.set_default_device(device)
@@ -319,7 +397,8 @@ def table(results: Results, seeds: Sequence[int]) -> str:
         cells = [spread(found.losses, 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
         needed = steps_needed(results, row, seeds)
         cells.append("-" if needed is None else f"{needed:.2f}")
-        lines.append([row.name, ranks, row.optimizer, f"{rate(found.exponent):.3g}", *cells])
+        name = row.name if row.gpt == SMALL else f"{row.name}, {row.size}"
+        lines.append([name, ranks, row.optimizer, f"{rate(found.exponent):.3g}", *cells])
     first, *others = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
@@ -375,7 +454,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the schedule")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--steps", type=int, help="at most so many of the schedule")
     parser.add_argument("--results", type=Path, default=RESULTS, help="read, and written")
     parser.add_argument("--table", action="store_true", help="print what is there, and stop")
     parser.add_argument("--picture", type=Path, help="file for the time to DDP's loss")
@@ -386,13 +466,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    chosen = [row for row in ROWS if row.name in args.methods and row.ranks in args.ranks]
+    named = [row for row in ROWS if row.name in args.methods and row.size in args.sizes]
+    chosen = [row for row in named if row.ranks in args.ranks]
     rows = [row for row in chosen if row.optimizer in args.optimizers and not args.table]
     common = args.results, args.steps, args.seeds, args.device
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         each = pool.map if args.jobs > 1 else map
         list(each(partial(measure, *common), rows))
-        timed = [row for row in rows if row.ranks == 4 and args.steps == STEPS]
+        timed = [row for row in rows if row.gpt == SMALL and args.steps is None]
         list(each(partial(lengthen, *common), timed))
     results = Results(args.results, args.steps)
     print(table(results, args.seeds))
