@@ -22,6 +22,7 @@ from decent_optim_wrapper.optim import (
     QGSGD,
     AccumAdam,
     AccumAdamW,
+    AdamW,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,
@@ -36,8 +37,9 @@ MAKERS: dict[str, Make] = {
     "AccumAdam": partial(AccumAdam, lr=0.05, weight_decay=0.1, accum_iter=3),
     "AccumAdamW": partial(AccumAdamW, lr=0.05, weight_decay=0.1, accum_iter=3),
     "QGSGD": partial(QGSGD, lr=0.05, weight_decay=0.1, nesterov=True),
+    "AdamW": partial(AdamW, lr=0.05, weight_decay=0.1, ranks=4, amsgrad=True),
 }
-ALL_THREE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+ALL_KINDS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 LR, BETA1, BETA2, EPS, DECAY = 0.03, 0.8, 0.95, 1e-8, 0.1
 
 
@@ -141,7 +143,7 @@ def test_longer_windows_follow_the_formula(
         assert counts == [optimizer.state[param]["step"], optimizer.state[param]["position"]]
 
 
-@ALL_THREE
+@ALL_KINDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_resumed_run_continues_bit_for_bit(make: Make, dtype: torch.dtype) -> None:
     # 7 steps are two windows and a third of one.
@@ -158,7 +160,7 @@ def test_a_resumed_run_continues_bit_for_bit(make: Make, dtype: torch.dtype) -> 
     assert torch.equal(train(saved_params, resumed, range(7, 14)), straight)
 
 
-@ALL_THREE
+@ALL_KINDS
 def test_a_closure_is_evaluated_and_a_parameter_without_gradient_is_skipped(make: Make) -> None:
     params = make_params()
     optimizer = make(params)
@@ -182,6 +184,7 @@ WRONG = {
     AccumAdam: ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"accum_iter": 0}),
     AccumAdamW: ({"weight_decay": -1.0},),
     QGSGD: ({"lr": -1.0}, {"momentum": 1.0}, {"mu": -0.1}, {"weight_decay": -1.0}),
+    AdamW: ({"ranks": 0}, {"ranks": 1.5}, {"betas": (0.0, 0.99)}),
 }
 
 
@@ -191,6 +194,82 @@ WRONG = {
 def test_numbers_out_of_range_are_refused(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         kind(make_params(), **wrong)
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}], ids=str
+)
+def test_adamw_of_one_rank_is_torchs_bit_for_bit(options: dict[str, Any]) -> None:
+    options = {"lr": LR, "weight_decay": DECAY, **options}
+    ours, torchs, four = (
+        ending(partial(make, **options), 20)
+        for make in (partial(AdamW, ranks=1), torch.optim.AdamW, partial(AdamW, ranks=4))
+    )
+    assert torch.equal(ours, torchs)
+    assert (four - ours).abs().max() > 1e-3
+
+
+def adamw_by_formula(x: Tensor, grads: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """What the definition makes of it; `counts` are the n of each step."""
+    b = m = v = torch.zeros_like(x)
+    for t, (g, n) in enumerate(zip(grads, counts, strict=True), 1):
+        decay = (n - 1) / (n + 1)
+        b = b + (1 - decay) / (1 - decay**t) * (g - b)
+        m = BETA1 * m + (1 - BETA1) * g
+        v = BETA2 * v + (1 - BETA2) * b * b
+        root = (v / (1 - BETA2**t)).sqrt() + EPS
+        x = (1 - LR * DECAY) * x - LR * m / (1 - BETA1**t) / root
+    return x
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}], ids=str)
+def test_adamw_follows_its_formula_also_when_the_number_of_ranks_changes(
+    options: dict[str, Any], maximize: bool
+) -> None:
+    """The parameters, of several dtypes, have gradients in other steps; one has its own n."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(5))
+    dtypes = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5}
+    params = [draw(3, dtype=dtype).requires_grad_() for dtype in dtypes]
+    starts = [reals(param).clone() for param in params]
+    groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "ranks": 8}]
+    optimizer = AdamW(
+        groups, LR, betas=(BETA1, BETA2), weight_decay=DECAY, maximize=maximize, **options
+    )
+    grads: list[list[Tensor]] = [[] for _ in params]
+    counts: list[list[int]] = [[] for _ in params]
+    for step in range(30):
+        members = 4 if step < 20 else 16
+        optimizer.set_members(members)
+        for index, param in enumerate(params):
+            param.grad = None
+            if index != step % 4:
+                grad = draw(3, dtype=param.dtype)
+                param.grad = -grad if maximize else grad
+                grads[index].append(reals(grad))
+                counts[index].append(8 if index == 2 else members)
+        optimizer.step()
+        for param, given in zip(params, grads, strict=True):
+            # Gradients stay as they are.
+            assert param.grad is None or torch.equal(reals(param.grad).abs(), given[-1].abs())
+    for param, tolerance, x, *series in zip(
+        params, dtypes.values(), starts, grads, counts, strict=True
+    ):
+        expected = adamw_by_formula(x, *series)
+        torch.testing.assert_close(reals(param), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_adamw_goes_on_from_torchs_state_and_refuses_beta_zero_in_an_added_group() -> None:
+    params = make_params()
+    torchs = torch.optim.AdamW(params, lr=LR)
+    train(params, torchs, range(5))
+    optimizer = AdamW(params, lr=LR, ranks=4)
+    optimizer.load_state_dict(torchs.state_dict())
+    assert optimizer.param_groups[0]["ranks"] == 4
+    assert train(params, optimizer, range(5, 9)).isfinite().all()
+    assert {"short_avg", "exp_avg"} <= optimizer.state[params[0]].keys()
+    with pytest.raises(ValueError, match=r"betas\[0\] must be a number above 0"):
+        optimizer.add_param_group({"params": [torch.ones(2)], "betas": (0.0, 0.9)})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Optimizers for decentralised training, and functions that build optimizers and schedules."""
 
 from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
+from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.factories import (
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
@@ -14,6 +15,7 @@ from decent_optim_wrapper.optim.quasi_global import QGSGD
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
+    "AdamW",
     "QGSGD",
     "lr_scheduler_fn_cosine_with_warmup",
     "mixing_rate_from_lr",

@@ -6,6 +6,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
+from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.quasi_global import QGSGD
 
 # State per parameter and nothing that couples parameters: updating them in several calls is the
@@ -26,5 +27,6 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
     *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
     AccumAdam,
     AccumAdamW,
+    AdamW,
     QGSGD,
 )

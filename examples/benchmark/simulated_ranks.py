@@ -16,12 +16,12 @@ import torch
 from stacked_gpt import SMALL, StackedGPT
 from stacked_hooks import Hook
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from decent_optim_wrapper import Topology, TopologyFactory
 from decent_optim_wrapper.codecs import Codec
-from decent_optim_wrapper.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup
+from decent_optim_wrapper.optim import AccumAdamW, AdamW, lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.wire.coded import shares
 
 BETAS = (0.9, 0.95)
@@ -295,54 +295,50 @@ def muon(x: Tensor, lr: float, gpt: StackedGPT, ranks: int = 1) -> list[Optimize
         part.grad = grad
     hidden = [parts[place] for place in gpt.hidden]
     others = [part for place, part in enumerate(parts) if place not in gpt.hidden]
-    rest = AdamW(others, lr, BETAS) if ranks == 1 else NoiseOfRanks(others, lr, ranks)
-    return [StackedMuon(hidden, lr), rest]
+    return [StackedMuon(hidden, lr), AdamW(others, lr, betas=BETAS, ranks=ranks)]
 
 
-class NoiseOfRanks(Optimizer):
-    """AdamW whose second moment follows the square of a short average b of the gradients.
+class NoiseOfFirstMoment(Optimizer):
+    """AdamW whose second moment follows the square of the unbiased first moment.
 
-    b <- β b + (1 - β) g with β = (n - 1) / (n + 1) has the variance of the mean of n gradients, so
-    the second moment sees the noise of all ranks.
+    It has the noise of about 19 ranks, and no state of its own.
 
     Args:
-        params: the parameters.
+        x: the parameters.
         lr: learning rate.
-        ranks: n; None takes the first moment in place of b.
     """
 
-    def __init__(self, params: list[Tensor], lr: float, ranks: int | None) -> None:
-        decay = BETAS[0] if ranks is None else (ranks - 1) / (ranks + 1)
-        super().__init__(params, {"lr": lr, "decay": decay})
+    def __init__(self, x: Tensor, lr: float) -> None:
+        super().__init__([x], {"lr": lr})
         self._steps = 0
-        self._slots = [[torch.zeros_like(x) for _ in range(3)] for x in params]
+        self._average, self._square = torch.zeros_like(x), torch.zeros_like(x)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        lr, decay = group["lr"], group["decay"]
+        (x,), lr = group["params"], group["lr"]
         self._steps += 1
-        for x, (average, square, short) in zip(group["params"], self._slots, strict=True):
-            x.mul_(1 - 0.01 * lr)
-            average.lerp_(x.grad, 1 - BETAS[0])
-            short.lerp_(x.grad, 1 - decay)
-            unbiased = short / (1 - decay**self._steps)
-            square.mul_(BETAS[1]).addcmul_(unbiased, unbiased, value=1 - BETAS[1])
-            root = (square / (1 - BETAS[1] ** self._steps)).sqrt_().add_(1e-8)
-            x.addcdiv_(average, root, value=-lr / (1 - BETAS[0] ** self._steps))
+        x.mul_(1 - 0.01 * lr)
+        self._average.lerp_(x.grad, 1 - BETAS[0])
+        unbiased = self._average / (1 - BETAS[0] ** self._steps)
+        self._square.mul_(BETAS[1]).addcmul_(unbiased, unbiased, value=1 - BETAS[1])
+        root = (self._square / (1 - BETAS[1] ** self._steps)).sqrt_().add_(1e-8)
+        x.addcdiv_(unbiased, root, value=-lr)
 
 
 OPTIMIZERS: dict[str, Callable[[Tensor, float, StackedGPT], list[Optimizer]]] = {
-    "AdamW": lambda x, lr, _: [AdamW([x], lr=lr, betas=BETAS, fused=True)],
+    "AdamW": lambda x, lr, _: [AdamW([x], lr, betas=BETAS, fused=True, ranks=1)],
     # The moments move once in 4 steps: these betas forget as much in a step.
     "AccumAdamW": lambda x, lr, _: [
         AccumAdamW([x], lr=lr, betas=(BETAS[0] ** 4, BETAS[1] ** 4), accum_iter=4)
     ],
     "SGD": lambda x, lr, _: [SGD([x], lr=lr, momentum=0.9)],
     "Muon": muon,
-    "AdamW, noise by the first moment": lambda x, lr, _: [NoiseOfRanks([x], lr, None)],
+    "AdamW, noise by the first moment": lambda x, lr, _: [NoiseOfFirstMoment(x, lr)],
     **{
-        f"AdamW, noise of {n}": lambda x, lr, _, n=n: [NoiseOfRanks([x], lr, n)]  # type: ignore[misc]
+        f"AdamW, noise of {n}": lambda x, lr, _, n=n: [
+            AdamW([x], lr, betas=BETAS, fused=True, ranks=n)
+        ]  # type: ignore[misc]
         for n in (4, 8, 16)
     },
     **{f"Muon, noise of {n}": partial(muon, ranks=n) for n in (4, 8, 16)},

@@ -1,0 +1,141 @@
+"""AdamW whose second moments have the noise of all ranks' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from decent_optim_wrapper.optim.shards import local, local_grad
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW for ranks that average parameters: it has DDP's loss at DDP's learning rate.
+
+    The gradient of one rank is noisier than the mean over n ranks, which DDP's AdamW squares. Here
+    the second moments follow the square of a short average b of the rank's own gradients, which has
+    about the variance of that mean. With t the step counted from 1 and β = (n - 1) / (n + 1)::
+
+        b <- b + (1 - β) / (1 - β^t) (g - b)
+        m <- β1 m + (1 - β1) g
+        v <- β2 v + (1 - β2) b²
+
+    The rest is `torch.optim.AdamW`, and with n = 1 this is torch's optimizer, bit for bit. The
+    state has one tensor more for each parameter, ``short_avg``, which is b. If the state of torch's
+    AdamW is loaded, b begins as m. A run may resume with another n.
+
+    Do not use it under DDP, which averages gradients. A GradScaler unscales gradients before the
+    step, also with ``fused=True``.
+
+    Args:
+        params: tensors, or parameter groups.
+        lr: learning rate.
+        ranks: n, the number of ranks; None takes it from the wrapper, also when ranks come and go,
+            and without a wrapper from the default process group. A parameter group may have its
+            own.
+        **options: the other arguments of `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        ranks: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._members: int | None = None
+        super().__init__(params, lr, **options)
+        # Torch's constructor makes the defaults. It has added the groups already.
+        self.defaults["ranks"] = ranks
+        for group in self.param_groups:
+            _check(group, ranks)
+        if ranks != 1:
+            # The fused kernel would unscale b.
+            self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("ranks", self.defaults.get("ranks"))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; it may have its own `ranks`."""
+        super().add_param_group(param_group)
+        if "ranks" in self.defaults:
+            _check(self.param_groups[-1], None)
+
+    def set_members(self, count: int) -> None:
+        """Set n for the groups whose `ranks` is None.
+
+        Args:
+            count: number of ranks that average parameters.
+        """
+        self._members = count
+
+    def _init_group(  # type: ignore[override]
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        *others: list[Tensor],
+    ) -> Any:
+        """Collect what a step of torch's AdamW reads, with b in place of the gradients."""
+        result = super()._init_group(group, params, grads, exp_avgs, *others)
+        ranks = group["ranks"] or self._members or _world_size()
+        if ranks > 1 and params:
+            grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
+        return result
+
+    def _short_averages(
+        self, group: dict[str, Any], params: list[Tensor], decay: float
+    ) -> list[Tensor]:
+        """Move b, and m by what torch's step leaves out of it when it has b in place of g."""
+        states = [self.state[param] for param in params]
+        for state in states:
+            if "short_avg" not in state:
+                state["short_avg"] = state["exp_avg"].clone(memory_format=torch.preserve_format)
+        grads = [local_grad(param) for param in params]
+        shorts = [local(state["short_avg"]) for state in states]
+        # The first weight is 1.
+        weights = [(1 - decay) / (1 - decay ** (_number(state["step"]) + 1)) for state in states]
+        if isinstance(weights[0], float):
+            torch._foreach_lerp_(shorts, grads, weights)
+        else:
+            for short, grad, weight in zip(shorts, grads, weights, strict=True):
+                short.lerp_(grad, weight.to(short.dtype))
+        # Torch sets m <- β1 m + (1 - β1) b next.
+        missing = (1 - group["betas"][0]) / group["betas"][0]
+        if group["maximize"]:
+            missing = -missing
+        averages = [local(state["exp_avg"]) for state in states]
+        torch._foreach_add_(averages, grads, alpha=missing)
+        torch._foreach_add_(averages, shorts, alpha=-missing)
+        return [state["short_avg"] for state in states]
+
+
+def _check(group: dict[str, Any], ranks: int | None) -> None:
+    ranks, beta1 = group.setdefault("ranks", ranks), group["betas"][0]
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be a whole number above 0, or None, got {ranks!r}")
+    if ranks != 1 and (isinstance(beta1, Tensor) or not beta1):
+        raise ValueError(
+            f"betas[0] must be a number above 0 unless ranks is 1, got {beta1}; without a first "
+            "moment, use torch.optim.AdamW"
+        )
+
+
+def _number(step: Tensor) -> Any:
+    """A count of steps on the host as a number; on a GPU it stays there, and nothing waits."""
+    return step.item() if step.is_cpu else step
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
