@@ -7,8 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_pertensor_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -74,11 +79,22 @@ def no_communication(model: nn.Module, recipe: Recipe) -> Training:
     return Training(model, recipe, recipe.optimizer(model.parameters()))
 
 
-def ddp(model: nn.Module, recipe: Recipe, compress: bool = False, **options: Any) -> Training:
+def ddp(
+    model: nn.Module, recipe: Recipe, hook: Any = None, state: Any = None, **options: Any
+) -> Training:
+    """DDP with a communication hook, and the function that makes its state."""
     network = DistributedDataParallel(model, **options)
-    if compress:
-        network.register_comm_hook(None, bf16_compress_hook)
+    if hook is not None:
+        network.register_comm_hook(state and state(), hook)
     return no_communication(network, recipe)
+
+
+def power_sgd(rank: int) -> Callable[[nn.Module, Recipe], Training]:
+    """DDP with PowerSGD, which compresses from the third step on."""
+    state = partial(
+        PowerSGDState, None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+    )
+    return partial(ddp, hook=powerSGD_hook, state=state)
 
 
 def post_local_sgd(model: nn.Module, recipe: Recipe, period: int) -> Training:
@@ -111,7 +127,10 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
     "DDP": ddp,
     "DDP, buckets of 2 MiB": partial(ddp, bucket_cap_mb=2),
-    "DDP, bf16 hook": partial(ddp, compress=True),
+    "DDP, bf16 hook": partial(ddp, hook=bf16_compress_hook),
+    "DDP, 8 bits": partial(ddp, hook=quantization_pertensor_hook, state=lambda: dist.group.WORLD),
+    "DDP, PowerSGD 1": power_sgd(1),
+    "DDP, PowerSGD 4": power_sgd(4),
     "PostLocalSGD 8": partial(post_local_sgd, period=8),
     "decent-dp": decent_dp,
     "the wrapper": wrapper,
@@ -126,4 +145,7 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the module, pairs": pairs,
     "the module, pairs, int8": partial(pairs, comm_dtype=torch.int8),
     "the module, pairs, int4": partial(pairs, comm_dtype=INT4),
+    "the module, complete, int8": partial(module, topology="complete", comm_dtype=torch.int8),
+    "the module, complete, int4": partial(module, topology="complete", comm_dtype=INT4),
+    "the wrapper, complete, int4": partial(wrapper, topology="complete", comm_dtype=INT4),
 }

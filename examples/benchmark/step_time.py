@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.utils import init_distributed
 
-LAYERS = 10
+# A layer is a matrix with so many columns, as PowerSGD wants it.
+LAYERS, COLUMNS = 10, 512
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
 HEADERS = 1.04
 MIB = 1024 * 1024
@@ -87,7 +88,7 @@ class Layer(nn.Module):
 
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.weight = nn.Parameter(torch.zeros(max(1, numel // COLUMNS), COLUMNS))
 
     def forward(self, x: Tensor) -> Tensor:
         return Busy.apply(x, self.weight)
