@@ -176,7 +176,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         with start.failing_together():
             check_base(optimizer)
             options = respelled(options)
-            given, in_module = options["extensions"], bool(self._extras.backward_order)
+            given, in_module = options["extensions"], self._extras.in_backward
             known = model if mesh is None or in_module else None
             options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
             options["settings"] = settings = take_fields(Settings, options)

@@ -54,7 +54,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         if not average_buffers:
             carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
-            backward_order=tuple(reversed([*model.parameters()])),
+            in_backward=True,
             carried=tuple(carried),
             parts=tuple(parts),
             at_end=at_end,
