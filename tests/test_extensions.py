@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,9 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.extensions.own_copy import OwnCopyCheck
+from decent_optim_wrapper.gossip.extension import ReceivedBucket
 from decent_optim_wrapper.optim import mixing_rate_from_lr
+from decent_optim_wrapper.wire.bucket import Bucket
 
 
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
@@ -248,7 +251,106 @@ def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
     run_threads(4, main)
 
 
+class Counted(Extension):
+    """Counts the buckets that it has seen launched, and not yet mixed."""
+
+    in_flight = 0
+
+    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
+        self.in_flight += 1
+        return ()
+
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
+        self.in_flight -= 1
+        return nullcontext()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"param_as_bucket_view": True},
+        {"overlap": Late(2), "schedule": Schedule(gossip_every=2)},
+        {"overlap": AsItArrives(2)},
+    ],
+    ids=["delayed", "views", "late", "as it arrives"],
+)
+def test_an_extension_that_is_dropped_still_takes_part_in_the_round_in_flight(
+    options: dict[str, Any],
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, counted = make_params(), Counted()
+        optimizer = wrap(params, group, topology="ring", extensions=[counted], **options)
+        take_steps(optimizer, params, rank, range(4))
+        assert counted.in_flight > 0
+        optimizer.global_avg()
+        with pytest.raises(
+            RuntimeError, match=rf"rank {rank}: drop_extension\(\) expects the rank"
+        ):
+            optimizer.drop_extension(Counted)
+        optimizer.revert_global_avg()
+        before = flatten(params)
+        optimizer.drop_extension(Counted)
+        assert counted.in_flight == 0
+        assert not optimizer.extensions
+        assert not torch.equal(flatten(params), before)
+        take_steps(optimizer, params, rank, range(4, 6))
+        optimizer.synchronize()
+        assert counted.in_flight == 0
+
+    run_threads(4, main)
+
+
+def test_an_extension_is_dropped_on_all_ranks_if_the_round_in_flight_fails_on_some() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        options: Any = {"topology": "ring", "extensions": [Counted()]}
+        optimizer = wrap(params, group, SGD(params, lr=0.01), **options)
+        take_steps(optimizer, params, rank, [0])
+        own = [param.detach().clone() for param in params]
+        backward(params, rank, 1)
+        if rank == 3:
+            params[2].data[0] = torch.nan
+        optimizer.step()
+        refused = False
+        try:
+            optimizer.drop_extension(Counted)
+        except NonFiniteError as error:
+            refused = error.ranks == (3,)
+            torch._foreach_copy_([param.data for param in params], own)
+        assert not optimizer.extensions
+        take_steps(optimizer, params, rank, range(2, 5))
+        optimizer.synchronize()
+        assert flatten(params).isfinite().all()
+        return refused
+
+    # Rank 3 and its partner of the second phase.
+    assert run_threads(4, main) == [True, False, False, True]
+
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_state_gossip_that_is_dropped_leaves_what_one_rank_has_as_it_is() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        base = SGD(params, lr=0.01, momentum=0.9)
+        optimizer = wrap(params, group, base, extensions=[StateGossip("momentum_buffer")])
+        for step in range(2):
+            backward(params, rank, step)
+            if rank == 1:
+                params[1].grad = None
+            optimizer.step()
+        own, shared = (base.state[params[place]].get("momentum_buffer") for place in (1, 2))
+        assert (own is None) == (rank == 1)
+        before = [each.clone() for each in (own, shared) if each is not None]
+        optimizer.drop_extension(StateGossip)
+        if own is not None:
+            assert torch.equal(own, before[0])
+            assert own.abs().min() > 0
+        assert not torch.equal(shared, before[-1])
+
+    run_threads(2, main)
 
 
 @pytest.mark.parametrize("mode", ["copies", "bf16-views"])
