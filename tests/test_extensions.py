@@ -353,6 +353,64 @@ def test_state_gossip_that_is_dropped_leaves_what_one_rank_has_as_it_is() -> Non
     run_threads(2, main)
 
 
+class Wide(SGD):
+    """Keeps one entry in the dtype of its parameter, and one in float32, as its rank makes them."""
+
+    rank = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and not self.state[param]:
+                low = torch.full_like(param, self.rank + 1)
+                self.state[param] = {"low": low, "high": 1.001 * low.float()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "code"),
+    pairwise(
+        {"pair": 2, "group": 3},
+        {"of bf16": torch.bfloat16, "of fp16": torch.float16},
+        {"exact": None, "as bf16": torch.bfloat16},
+    ),
+)
+def test_state_is_mixed_in_its_own_precision_whichever_rank_lacks_some_of_it(
+    world_size: int, dtype: torch.dtype, code: torch.dtype | None
+) -> None:
+    """One rank has no entry at first, and for long none of one parameter."""
+    bad = 1
+    options: Any = {"topology": "complete", "extensions": [StateGossip("low", "high")]}
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(dtype=dtype)
+        base = Wide(params, lr=0.0)
+        base.rank = rank
+        optimizer = wrap(params, group, base, comm_dtype=code, **options)
+        assert len(optimizer.buckets) > 1
+
+        def check(place: int, expected: float, rounding: float) -> None:
+            state = base.state[params[place]]
+            assert state["low"].dtype is dtype
+            for name, factor in (("low", 1.0), ("high", 1.001)):
+                right = factor * torch.full_like(state[name], expected)
+                torch.testing.assert_close(state[name], right, rtol=rounding, atol=0)
+
+        for step in range(5):
+            for place, param in enumerate(params):
+                lacks = rank == bad and (step < 2 or place == 1)
+                param.grad = None if lacks else torch.ones_like(param)
+            optimizer.step()
+            if step == 2:
+                check(2, rank + 1, 0.0)
+        optimizer.synchronize()
+        if rank != bad:
+            check(1, rank + 1, 0.0)
+        # All means of the lower entries are exact.
+        check(2, (world_size + 1) / 2, 1e-6 if code is None else 0.01)
+
+    run_threads(world_size, main)
+
+
 @pytest.mark.parametrize("mode", ["copies", "bf16-views"])
 def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: str) -> None:
     """One skips its first updates, as GradScaler makes it do, and one has no gradient for long."""

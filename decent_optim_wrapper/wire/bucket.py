@@ -68,9 +68,16 @@ class Bucket:
         tensors: the members, of one device and dtype.
         layout: the device and dtype in which they are exchanged.
         rate: how far a round mixes them: x <- x + rate * (W x - x).
+        dtype: the real dtype of the flat vector; None takes that of the members.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        layout: Layout,
+        rate: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         # The tensors themselves.
         self.members = tuple(tensors)
         self.layout = layout
@@ -79,7 +86,7 @@ class Bucket:
         self.rate = rate
         self._sharded = mesh is not None
         first = as_real(self.members[0])
-        self.device, self.dtype = first.device, first.dtype
+        self.device, self.dtype = first.device, dtype or first.dtype
         self.wire_device = layout.wire_device(self.device)
         # Without a codec, larger groups send half precision in float32: one of 16 bits saves there.
         self.pair_codec = saving(layout.codec, self.dtype)
