@@ -17,6 +17,7 @@ from problem import (
     Masters,
     adamw,
     backward,
+    draw_gradients,
     flatten,
     make_params,
     nesterov,
@@ -25,6 +26,7 @@ from problem import (
     wrap,
 )
 from ranks import run_threads
+from scripted_ranks import listed
 from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
@@ -36,6 +38,7 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     Extension,
     GradientTracking,
+    Group,
     Late,
     NonFiniteError,
     OuterOptimizer,
@@ -164,9 +167,10 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
         check_that_the_sums_agree(results)
 
 
+@pytest.mark.parametrize("in_average", [False, True])
 @pytest.mark.parametrize(("takes", "is_saved_again"), [(1, False), (3, True), (3, False)])
 def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
-    takes: int, is_saved_again: bool
+    takes: int, is_saved_again: bool, in_average: bool
 ) -> None:
     """The corrections would sum to something else than zero, and bias all gradients for good."""
     states: dict[int, Any] = {}
@@ -175,7 +179,9 @@ def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
         params = make_params()
         optimizer = tracked(params, group, adamw(params))
         take_steps(optimizer, params, rank, range(3))
-        states[rank] = copy.deepcopy(optimizer.state_dict())
+        with optimizer.averaged() if in_average else nullcontext():
+            states[rank] = copy.deepcopy(optimizer.state_dict())
+        assert states[rank]["gossip"]["kept"] is in_average
         optimizer.all_gather(torch.zeros(1))
         optimizer.load_state_dict(states[0 if rank < takes else rank])
         if is_saved_again:
@@ -441,6 +447,51 @@ def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: st
         if entries is not None:
             assert (entries > 0.99 * after(2)).all()
             assert (entries < 0.99 * after(4)).all()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_only_entries_of_all_ranks_of_a_group_are_mixed(views: bool) -> None:
+    """One rank has none of two parameters: for long, and at first."""
+    phases = [[[0, 1], [2, 3]], [[0, 2, 3], [1]]]
+    lacks, steps = {1: range(9), 2: range(3)}, range(9)
+
+    def has_gradient(rank: int, place: int, step: int) -> bool:
+        return rank != 1 or step not in lacks.get(place, ())
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        base = SGD(params, lr=0.0, momentum=0.9)
+        options: Any = {"extensions": [StateGossip("momentum_buffer")]}
+        topology = listed(4, [[Group(each) for each in phase] for phase in phases])
+        optimizer = wrap(
+            params, group, base, topology=topology, param_as_bucket_view=views, **options
+        )
+        for step in steps:
+            draw_gradients(params, rank, step)
+            for place, param in enumerate(params):
+                if not has_gradient(rank, place, step):
+                    param.grad = None
+            optimizer.step()
+        optimizer.synchronize()
+        found = [base.state[param].get("momentum_buffer") for param in params]
+        assert [row is None for row in found] == [place == rank == 1 for place in range(5)]
+        zeros = map(torch.zeros_like, params)
+        return flatten([z if row is None else row for row, z in zip(found, zeros, strict=True)])
+
+    expected = [[torch.zeros_like(param) for param in make_params()] for _ in range(4)]
+    for step in steps:
+        for rank, row in enumerate(expected):
+            for place, gradient in enumerate(make_params(1000 * rank + step)):
+                if has_gradient(rank, place, step):
+                    row[place] = 0.9 * row[place] + gradient.detach()
+        for ranks in phases[step % 2]:
+            for place in range(5):
+                if all(has_gradient(rank, place, step) for rank in ranks):
+                    mean = sum(expected[rank][place] for rank in ranks) / len(ranks)
+                    for rank in ranks:
+                        expected[rank][place] = mean
+    rows = run_threads(4, main)
+    torch.testing.assert_close(torch.stack(rows), torch.stack([*map(flatten, expected)]))
 
 
 class Quantised(SGD):

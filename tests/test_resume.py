@@ -16,7 +16,7 @@ from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from decent_optim_wrapper import DecentOptimWrapper, OuterOptimizer
+from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
 from decent_optim_wrapper.optim.gradients import params_of
@@ -100,6 +100,36 @@ def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(
         assert not any(torch.equal(*pair) for pair in pairs)
 
     run_threads(3, main)
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}]
+)
+def test_the_round_in_flight_keeps_the_rate_of_its_launch_in_a_checkpoint(
+    options: dict[str, Any], is_saved_again: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, straight = start(group, **options)
+        take_steps(straight, params, rank, range(3))
+        straight.mixing_rate = 0.25
+        others, resumed = start(group, seed=7, **options)
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        for other, param in zip(others, params, strict=True):
+            other.data.copy_(param.detach())
+        if is_saved_again:
+            resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
+        assert resumed.mixing_rate == 0.25
+        before = flatten(params)
+        for each, optimizer in ((params, straight), (others, resumed)):
+            take_steps(optimizer, each, rank, range(3, STEPS))
+            optimizer.synchronize()
+        assert torch.equal(flatten(params), flatten(others))
+        assert not torch.equal(flatten(params), before)
+        return flatten(params)
+
+    rows = run_threads(4, main)
+    assert not torch.equal(rows[0], rows[1])
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
