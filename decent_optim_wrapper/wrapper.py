@@ -176,7 +176,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         with start.failing_together():
             check_base(optimizer)
             options = respelled(options)
-            given, in_module = options["extensions"], bool(self._extras.backward_order)
+            given, in_module = options["extensions"], self._extras.in_backward
             known = model if mesh is None or in_module else None
             options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
             options["settings"] = settings = take_fields(Settings, options)
@@ -344,14 +344,18 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
     def drop_extension(self, kind: type[Extension]) -> None:
         """Stop calling the `extensions` of a class, and free their memory; collective.
 
-        The round in flight still mixes what they have sent.
+        The round in flight is mixed first, with what they have sent.
 
         Args:
             kind: the class, such as `GradientTracking`.
+
+        Raises:
+            RuntimeError: an average is in place that may be reverted, and mixing would change it.
+            NonFiniteError: the round has NaN or infinity, and is dropped; the extensions are, too.
         """
+        self._gossip.average.refuse("drop_extension()")
         for each in [each for each in self.extensions if isinstance(each, kind)]:
-            drop = partial(self._pipeline.extensions.drop, each)
-            self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
+            self._gossip.drop_extension(each)
         self._notify_change()
 
     def rebuild_buckets(self) -> None:
@@ -436,12 +440,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         Raises:
             RuntimeError: an average is in place that may be reverted, and mixing would change it.
         """
-        if self.is_averaged:
-            raise RuntimeError(
-                f"rank {self.rank}: synchronize() expects the rank's own parameters, but an "
-                f"average is in place; call revert_global_avg() first, or keep the average with "
-                f"global_avg(may_revert=False)"
-            )
+        self._gossip.average.refuse("synchronize()")
         self._gossip.synchronize()
 
     def consensus_distance(self) -> float:

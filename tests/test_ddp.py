@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import adamw, backward, fill, flat, loss_of, make_model, sgd, train, wrap, wrap_base
+from modules import (
+    Training,
+    adamw,
+    backward,
+    fill,
+    flat,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+    wrap,
+    wrap_base,
+)
 from problem import in_one_call
 from ranks import run_threads
 from restartable_processes import STALE_AFTER, STEP, RestartableProcesses
@@ -21,7 +33,7 @@ from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from decent_optim_wrapper import Elastic
+from decent_optim_wrapper import Elastic, Late, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import optim_fn_adamw
 
@@ -164,6 +176,38 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
         assert not torch.equal(flat(first), flat(make_model()))
 
     run_threads(4, main)
+
+
+@pytest.mark.parametrize("change", ["added", "rebuilt"])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}]
+)
+def test_buckets_that_are_replaced_in_flight_are_mixed_when_the_backward_pass_has_read_them(
+    change: str, options: dict[str, Any]
+) -> None:
+    options = {"overlap": True, "param_as_bucket_view": False, **options}
+
+    def main(rank: int, group: dist.ProcessGroup, way: str) -> Tensor:
+        training = Training(rank, group, way, **options)
+        optimizer = training.optimizer
+        training.train(range(3))
+        assert optimizer.state_dict()["gossip"]["in_flight"]
+        if change == "added":
+            late = nn.Linear(4, 4, dtype=torch.float64)
+            fill(late)
+            training.model.insert(0, late)
+            optimizer.add_param_group({"params": [*late.named_parameters("late")]})
+        else:
+            optimizer.rebuild_buckets()
+        before = flat(training.model)
+        training.train(range(3, STEPS))
+        optimizer.synchronize()
+        assert (flat(training.model) - before).abs().max() > 1e-3
+        return flat(training.model)
+
+    inside, behind = (run_threads(4, partial(main, way=way)) for way in ("backward", "step"))
+    assert all(map(torch.equal, inside, behind))
+    assert not torch.equal(inside[0], inside[2])
 
 
 PATIENCE = 2.0

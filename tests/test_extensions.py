@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from problem import (
     Masters,
     adamw,
     backward,
+    draw_gradients,
     flatten,
     make_params,
     nesterov,
@@ -24,6 +26,7 @@ from problem import (
     wrap,
 )
 from ranks import run_threads
+from scripted_ranks import listed
 from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
@@ -35,6 +38,7 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     Extension,
     GradientTracking,
+    Group,
     Late,
     NonFiniteError,
     OuterOptimizer,
@@ -44,7 +48,9 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.extensions.own_copy import OwnCopyCheck
+from decent_optim_wrapper.gossip.extension import ReceivedBucket
 from decent_optim_wrapper.optim import mixing_rate_from_lr
+from decent_optim_wrapper.wire.bucket import Bucket
 
 
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
@@ -161,9 +167,10 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
         check_that_the_sums_agree(results)
 
 
+@pytest.mark.parametrize("in_average", [False, True])
 @pytest.mark.parametrize(("takes", "is_saved_again"), [(1, False), (3, True), (3, False)])
 def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
-    takes: int, is_saved_again: bool
+    takes: int, is_saved_again: bool, in_average: bool
 ) -> None:
     """The corrections would sum to something else than zero, and bias all gradients for good."""
     states: dict[int, Any] = {}
@@ -172,7 +179,9 @@ def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
         params = make_params()
         optimizer = tracked(params, group, adamw(params))
         take_steps(optimizer, params, rank, range(3))
-        states[rank] = copy.deepcopy(optimizer.state_dict())
+        with optimizer.averaged() if in_average else nullcontext():
+            states[rank] = copy.deepcopy(optimizer.state_dict())
+        assert states[rank]["gossip"]["kept"] is in_average
         optimizer.all_gather(torch.zeros(1))
         optimizer.load_state_dict(states[0 if rank < takes else rank])
         if is_saved_again:
@@ -248,7 +257,164 @@ def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
     run_threads(4, main)
 
 
+class Counted(Extension):
+    """Counts the buckets that it has seen launched, and not yet mixed."""
+
+    in_flight = 0
+
+    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
+        self.in_flight += 1
+        return ()
+
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
+        self.in_flight -= 1
+        return nullcontext()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"param_as_bucket_view": True},
+        {"overlap": Late(2), "schedule": Schedule(gossip_every=2)},
+        {"overlap": AsItArrives(2)},
+    ],
+    ids=["delayed", "views", "late", "as it arrives"],
+)
+def test_an_extension_that_is_dropped_still_takes_part_in_the_round_in_flight(
+    options: dict[str, Any],
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, counted = make_params(), Counted()
+        optimizer = wrap(params, group, topology="ring", extensions=[counted], **options)
+        take_steps(optimizer, params, rank, range(4))
+        assert counted.in_flight > 0
+        optimizer.global_avg()
+        with pytest.raises(
+            RuntimeError, match=rf"rank {rank}: drop_extension\(\) expects the rank"
+        ):
+            optimizer.drop_extension(Counted)
+        optimizer.revert_global_avg()
+        before = flatten(params)
+        optimizer.drop_extension(Counted)
+        assert counted.in_flight == 0
+        assert not optimizer.extensions
+        assert not torch.equal(flatten(params), before)
+        take_steps(optimizer, params, rank, range(4, 6))
+        optimizer.synchronize()
+        assert counted.in_flight == 0
+
+    run_threads(4, main)
+
+
+def test_an_extension_is_dropped_on_all_ranks_if_the_round_in_flight_fails_on_some() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        options: Any = {"topology": "ring", "extensions": [Counted()]}
+        optimizer = wrap(params, group, SGD(params, lr=0.01), **options)
+        take_steps(optimizer, params, rank, [0])
+        own = [param.detach().clone() for param in params]
+        backward(params, rank, 1)
+        if rank == 3:
+            params[2].data[0] = torch.nan
+        optimizer.step()
+        refused = False
+        try:
+            optimizer.drop_extension(Counted)
+        except NonFiniteError as error:
+            refused = error.ranks == (3,)
+            torch._foreach_copy_([param.data for param in params], own)
+        assert not optimizer.extensions
+        take_steps(optimizer, params, rank, range(2, 5))
+        optimizer.synchronize()
+        assert flatten(params).isfinite().all()
+        return refused
+
+    # Rank 3 and its partner of the second phase.
+    assert run_threads(4, main) == [True, False, False, True]
+
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_state_gossip_that_is_dropped_leaves_what_one_rank_has_as_it_is() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        base = SGD(params, lr=0.01, momentum=0.9)
+        optimizer = wrap(params, group, base, extensions=[StateGossip("momentum_buffer")])
+        for step in range(2):
+            backward(params, rank, step)
+            if rank == 1:
+                params[1].grad = None
+            optimizer.step()
+        own, shared = (base.state[params[place]].get("momentum_buffer") for place in (1, 2))
+        assert (own is None) == (rank == 1)
+        before = [each.clone() for each in (own, shared) if each is not None]
+        optimizer.drop_extension(StateGossip)
+        if own is not None:
+            assert torch.equal(own, before[0])
+            assert own.abs().min() > 0
+        assert not torch.equal(shared, before[-1])
+
+    run_threads(2, main)
+
+
+class Wide(SGD):
+    """Keeps one entry in the dtype of its parameter, and one in float32, as its rank makes them."""
+
+    rank = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and not self.state[param]:
+                low = torch.full_like(param, self.rank + 1)
+                self.state[param] = {"low": low, "high": 1.001 * low.float()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "code"),
+    pairwise(
+        {"pair": 2, "group": 3},
+        {"of bf16": torch.bfloat16, "of fp16": torch.float16},
+        {"exact": None, "as bf16": torch.bfloat16},
+    ),
+)
+def test_state_is_mixed_in_its_own_precision_whichever_rank_lacks_some_of_it(
+    world_size: int, dtype: torch.dtype, code: torch.dtype | None
+) -> None:
+    """One rank has no entry at first, and for long none of one parameter."""
+    bad = 1
+    options: Any = {"topology": "complete", "extensions": [StateGossip("low", "high")]}
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(dtype=dtype)
+        base = Wide(params, lr=0.0)
+        base.rank = rank
+        optimizer = wrap(params, group, base, comm_dtype=code, **options)
+        assert len(optimizer.buckets) > 1
+
+        def check(place: int, expected: float, rounding: float) -> None:
+            state = base.state[params[place]]
+            assert state["low"].dtype is dtype
+            for name, factor in (("low", 1.0), ("high", 1.001)):
+                right = factor * torch.full_like(state[name], expected)
+                torch.testing.assert_close(state[name], right, rtol=rounding, atol=0)
+
+        for step in range(5):
+            for place, param in enumerate(params):
+                lacks = rank == bad and (step < 2 or place == 1)
+                param.grad = None if lacks else torch.ones_like(param)
+            optimizer.step()
+            if step == 2:
+                check(2, rank + 1, 0.0)
+        optimizer.synchronize()
+        if rank != bad:
+            check(1, rank + 1, 0.0)
+        # All means of the lower entries are exact.
+        check(2, (world_size + 1) / 2, 1e-6 if code is None else 0.01)
+
+    run_threads(world_size, main)
 
 
 @pytest.mark.parametrize("mode", ["copies", "bf16-views"])
@@ -281,6 +447,51 @@ def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: st
         if entries is not None:
             assert (entries > 0.99 * after(2)).all()
             assert (entries < 0.99 * after(4)).all()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_only_entries_of_all_ranks_of_a_group_are_mixed(views: bool) -> None:
+    """One rank has none of two parameters: for long, and at first."""
+    phases = [[[0, 1], [2, 3]], [[0, 2, 3], [1]]]
+    lacks, steps = {1: range(9), 2: range(3)}, range(9)
+
+    def has_gradient(rank: int, place: int, step: int) -> bool:
+        return rank != 1 or step not in lacks.get(place, ())
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        base = SGD(params, lr=0.0, momentum=0.9)
+        options: Any = {"extensions": [StateGossip("momentum_buffer")]}
+        topology = listed(4, [[Group(each) for each in phase] for phase in phases])
+        optimizer = wrap(
+            params, group, base, topology=topology, param_as_bucket_view=views, **options
+        )
+        for step in steps:
+            draw_gradients(params, rank, step)
+            for place, param in enumerate(params):
+                if not has_gradient(rank, place, step):
+                    param.grad = None
+            optimizer.step()
+        optimizer.synchronize()
+        found = [base.state[param].get("momentum_buffer") for param in params]
+        assert [row is None for row in found] == [place == rank == 1 for place in range(5)]
+        zeros = map(torch.zeros_like, params)
+        return flatten([z if row is None else row for row, z in zip(found, zeros, strict=True)])
+
+    expected = [[torch.zeros_like(param) for param in make_params()] for _ in range(4)]
+    for step in steps:
+        for rank, row in enumerate(expected):
+            for place, gradient in enumerate(make_params(1000 * rank + step)):
+                if has_gradient(rank, place, step):
+                    row[place] = 0.9 * row[place] + gradient.detach()
+        for ranks in phases[step % 2]:
+            for place in range(5):
+                if all(has_gradient(rank, place, step) for rank in ranks):
+                    mean = sum(expected[rank][place] for rank in ranks) / len(ranks)
+                    for rank in ranks:
+                        expected[rank][place] = mean
+    rows = run_threads(4, main)
+    torch.testing.assert_close(torch.stack(rows), torch.stack([*map(flatten, expected)]))
 
 
 class Quantised(SGD):

@@ -241,6 +241,31 @@ def test_parameters_that_only_the_base_knows_are_named_before_they_are_trained(a
     torch.testing.assert_close(*run_threads(2, main))
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_frozen_parameters_are_mixed_on_after_their_buckets_are_rebuilt(views: bool) -> None:
+    """Freezing later changes nothing, so that the ranks end with the same values."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(rank)
+        options: Any = {"topology": "ring", "sync_at_start": False, "param_as_bucket_view": views}
+        wrapper = wrap(params, group, **options)
+        frozen, live = params[1:3], [params[0], *params[3:]]
+        for param in frozen:
+            param.requires_grad_(False)
+        before = flatten(frozen)
+        wrapper.rebuild_buckets()
+        assert len(wrapper.buckets) > 1
+        take_steps(wrapper, live, rank, range(4))
+        wrapper.synchronize()
+        assert not torch.equal(flatten(live), flatten(make_params(rank))[: len(flatten(live))])
+        return before, flatten(frozen)
+
+    before, after = map(torch.stack, zip(*run_threads(4, main), strict=True))
+    assert not torch.equal(before[0], before[1])
+    # Two rounds of a ring of four average exactly.
+    torch.testing.assert_close(after, before.mean(dim=0).expand_as(after))
+
+
 def test_a_state_dict_loads_into_a_bare_base_and_back() -> None:
     params = make_params()
     wrapper, bare, twin = wrap(params), sgd(make_params()), wrap(make_params())

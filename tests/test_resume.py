@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import adamw, flatten, make_params, nesterov, take_steps, wrap
+from covering import VIEWS, named, pairwise
+from problem import Held, adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-from decent_optim_wrapper import DecentOptimWrapper, OuterOptimizer
+from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
+from decent_optim_wrapper.optim.gradients import params_of
 
 STEPS = 6
 
@@ -30,35 +33,103 @@ def start(
     return params, wrap(params, group, adamw(params), **{"topology": "ring", **options})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["added", "unfrozen"])
-def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(change: str) -> None:
-    """A new wrapper would put parameters together that stay apart in the storage of views."""
+def grown(is_grown: bool = True) -> nn.Sequential:
+    """A model of parameters that are read one after the other; what is added comes first."""
+    model = nn.Sequential(*map(Held, make_params(dtype=torch.float32)))
+    return grow(model) if is_grown else model
 
-    options: dict[str, Any] = {"comm_dtype": TopKCodec(16), "param_as_bucket_view": True}
+
+def grow(model: nn.Sequential) -> nn.Sequential:
+    return model.insert(0, nn.Sequential(*map(Held, make_params(1, dtype=torch.float32))))
+
+
+def train_model(
+    model: nn.Module, optimizer: DecentOptimWrapper, rank: int, steps: Sequence[int]
+) -> None:
+    params = params_of(optimizer)
+    for step in steps:
+        model(torch.zeros(()))
+        take_steps(optimizer, params, rank, [step])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "views", "overlap", "code"),
+    pairwise(
+        named("added", "unfrozen"),
+        VIEWS,
+        {"delayed": True, "forward": "forward"},
+        {"topk": TopKCodec(16), "int8": torch.int8},
+    ),
+)
+def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(
+    change: str, views: bool, overlap: Any, code: Any
+) -> None:
+    """With views a new wrapper would put parameters together that stay apart in their storage."""
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        params, late = make_params(dtype=torch.float32), make_params(1, dtype=torch.float32)
-        params[0].requires_grad_(change == "added")
-        every = [*params, *late] if change == "added" else params
-        straight = wrap(params, group, adamw(params), **options)
-        take_steps(straight, params, rank, range(3))
+        def wrap_model(model: nn.Module, *groups: list[Tensor]) -> DecentOptimWrapper:
+            base = AdamW([{"params": each} for each in groups], lr=0.02)
+            options: Any = {"overlap": overlap, "param_as_bucket_view": views, "model": model}
+            return wrap(params_of(base), group, base, comm_dtype=code, **options)
+
+        model, others = grown(is_grown=False), grown(change == "added")
+        first = [*model.parameters()]
+        first[0].requires_grad_(change == "added")
+        straight = wrap_model(model, first)
+        train_model(model, straight, rank, range(3))
         if change == "added":
+            late = [*grow(model)[0].parameters()]
             straight.add_param_group({"params": late})
-        params[0].requires_grad_(True)
+        first[0].requires_grad_(True)
         straight.rebuild_buckets()
-        take_steps(straight, every, rank, range(3, STEPS))
-        others = [param.detach().clone().requires_grad_() for param in every]
-        base = AdamW([{"params": others[:5]}, {"params": others[5:]}][: len(others) // 5])
-        resumed = wrap(others, group, base, sync_at_start=False, **options)
+        train_model(model, straight, rank, range(3, STEPS))
+
+        groups = [[*others.parameters()]]
+        if change == "added":
+            groups = [groups[0][len(late) :], groups[0][: len(late)]]
+        resumed = wrap_model(others, *groups)
         resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-        for each, optimizer in ((every, straight), (others, resumed)):
-            take_steps(optimizer, each, rank, range(STEPS, 2 * STEPS))
+        others.load_state_dict(model.state_dict())
+        for each, optimizer in ((model, straight), (others, resumed)):
+            train_model(each, optimizer, rank, range(STEPS, 2 * STEPS))
             optimizer.synchronize()
-        assert torch.equal(flatten(every), flatten(others))
-        assert not torch.equal(flatten(params), flatten(make_params(dtype=torch.float32)))
+        assert torch.equal(flatten(params_of(straight)), flatten(params_of(resumed)))
+        start = grown(change == "added").parameters()
+        pairs = zip(model.parameters(), start, strict=True)
+        assert not any(torch.equal(*pair) for pair in pairs)
 
     run_threads(3, main)
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}]
+)
+def test_the_round_in_flight_keeps_the_rate_of_its_launch_in_a_checkpoint(
+    options: dict[str, Any], is_saved_again: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, straight = start(group, **options)
+        take_steps(straight, params, rank, range(3))
+        straight.mixing_rate = 0.25
+        others, resumed = start(group, seed=7, **options)
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        for other, param in zip(others, params, strict=True):
+            other.data.copy_(param.detach())
+        if is_saved_again:
+            resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
+        assert resumed.mixing_rate == 0.25
+        before = flatten(params)
+        for each, optimizer in ((params, straight), (others, resumed)):
+            take_steps(optimizer, each, rank, range(3, STEPS))
+            optimizer.synchronize()
+        assert torch.equal(flatten(params), flatten(others))
+        assert not torch.equal(flatten(params), before)
+        return flatten(params)
+
+    rows = run_threads(4, main)
+    assert not torch.equal(rows[0], rows[1])
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:

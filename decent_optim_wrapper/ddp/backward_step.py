@@ -54,7 +54,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         if not average_buffers:
             carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
-            backward_order=tuple(reversed([*model.parameters()])),
+            in_backward=True,
             carried=tuple(carried),
             parts=tuple(parts),
             at_end=at_end,
@@ -67,6 +67,15 @@ class BackwardOptimizer(DecentOptimWrapper):
         """True if a step can be made in parts now: no hook waits for a call of `step()`."""
         on_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         return self._local_update.splits and not step_hooks(self) and not on_all
+
+    @property
+    def mixes_replaced(self) -> bool:
+        """True if buckets were replaced since the launch of the round in flight.
+
+        They are mixed all at once, as soon as a step begins that mixes the round.
+        """
+        flying = self._pipeline.in_flight
+        return flying is not None and not flying.unmixed.keys() <= {*self.buckets}
 
     @property
     def scales_itself(self) -> bool:
@@ -113,6 +122,8 @@ class _StepInParts:
         self._open = ExitStack()
         self._advance: Callable[[Bucket], None] | None = None
         self._takeovers = optimizer.takeovers
+        # Then the step begins at the end: the backward pass still reads what it would mix.
+        self._waits = optimizer.mixes_replaced
 
     def take(self, param: Tensor) -> None:
         """Use a complete gradient of the parameter."""
@@ -123,7 +134,7 @@ class _StepInParts:
         if (missing := self._missing.get(bucket)) is None:
             raise self._late(param)
         missing.discard(id(param))
-        if not missing:
+        if not (missing or self._waits):
             self._finish(bucket)
 
     def close(self) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import CastCodec
+from decent_optim_wrapper.codecs import CastCodec, wide
 from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
+from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.storage import Flat
@@ -47,6 +49,8 @@ class StateGossip(Extension):
         # Codecs of fewer bits would round the flags.
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
         self._layout = context.layout._replace(as_view=False, codec=codec)
+        # Optimizers of which no more is known may keep states of half-precision parameters wider.
+        self._widens = type(context.optimizer) not in SPLITTABLE
 
     def describe(self) -> str:
         """The names."""
@@ -57,7 +61,8 @@ class StateGossip(Extension):
         entries = [self._entry(param, name) for name in self.names for param in bucket.members]
         known = self._buckets.get(bucket)
         if known is None or not known.holds(entries):
-            known = StateBucket(entries, bucket.members * len(self.names), self._layout)
+            dtype = wide(bucket.dtype) if self._widens else bucket.dtype
+            known = StateBucket(entries, bucket.members * len(self.names), self._layout, dtype)
             self._buckets[bucket] = known
         return [known]
 
@@ -65,7 +70,7 @@ class StateGossip(Extension):
     def mixing(self, received: ReceivedBucket) -> Iterator[None]:
         """Restore entries that a rank of the group does not have."""
         state = self._buckets[received.bucket]
-        before = state.pack(state.new_flat())
+        before = state.pack(state.new_flat(dtype=state.exact_dtype))
         yield
         state.restore(before)
 
@@ -77,11 +82,12 @@ class StateGossip(Extension):
         """
         state = self._optimizer.state.get(param, {})
         value: Tensor | None = state.get(name)
-        if state and not is_like(value, param):
-            known = sorted(key for key, value in state.items() if is_like(value, param))
+        if state and not _fits(value, param):
+            known = sorted(key for key, value in state.items() if _fits(value, param))
             raise RuntimeError(
                 f"StateGossip expects entries of the state of {type(self._optimizer).__name__} "
-                f"with the shape of their parameter, which are {known}, got {name!r}"
+                f"with the shape of their parameter, and complex if it is, which are {known}, got "
+                f"{name!r}"
             )
         return value
 
@@ -90,28 +96,34 @@ class StateBucket(Bucket):
     """A bucket of state entries, with a flag for each that says whether this rank has it.
 
     A rank has no entry for a parameter without gradients. Only entries that all ranks of the group
-    have are mixed.
+    have are mixed. The format on the wire must not depend on which entries a rank has.
 
     Args:
         entries: the entries; None for a missing one.
-        shapes: for each entry, a tensor of its shape and dtype.
+        shapes: for each entry, its parameter.
         layout: how they are exchanged.
+        dtype: the real dtype in which they are exchanged, whatever their own.
     """
 
     def __init__(
-        self, entries: Sequence[Tensor | None], shapes: Sequence[Tensor], layout: Layout
+        self,
+        entries: Sequence[Tensor | None],
+        shapes: Sequence[Tensor],
+        layout: Layout,
+        dtype: torch.dtype,
     ) -> None:
         self._entries = tuple(entries)
-        like = next((entry for entry in entries if entry is not None), shapes[0])
-        zeros = partial(torch.zeros_like, dtype=like.dtype, requires_grad=False)
         pairs = zip(entries, shapes, strict=True)
+        zeros = partial(torch.zeros_like, requires_grad=False)
         tensors = [zeros(shape) if entry is None else entry for entry, shape in pairs]
         present = [entry is not None for entry in entries]
-        real = as_real(like)
-        self._present = torch.tensor(present, dtype=real.dtype, device=real.device)
-        super().__init__([*tensors, self._present], layout)
+        self._present = torch.tensor(present, dtype=dtype, device=as_real(tensors[0]).device)
+        super().__init__([*tensors, self._present], layout, dtype=dtype)
         # Larger groups sum: the mean of ones must be one.
         self.group_codec = None
+        # Holds each entry bit for bit.
+        own = (as_real(tensor).dtype for tensor in tensors)
+        self.exact_dtype = reduce(torch.promote_types, own, dtype)
 
     def holds(self, entries: Sequence[Tensor | None]) -> bool:
         """Return whether these are its entries."""
@@ -134,3 +146,7 @@ class StateBucket(Bucket):
         for is_shared, mixed, own in zip(shared, self._tensors(), before.views, strict=False):
             mixed.copy_(torch.where(is_shared, mixed, own))
         self._present.copy_(before.views[-1])
+
+
+def _fits(value: Any, param: Tensor) -> bool:
+    return is_like(value, param) and value.is_complex() == param.is_complex()

@@ -75,6 +75,19 @@ class WorldAverage:
                 self.revert()
             raise
 
+    def refuse(self, call: str) -> None:
+        """Check that no average is in place, which `call` would mix with the round in flight.
+
+        Raises:
+            RuntimeError: an average is in place that may be reverted.
+        """
+        if self.snapshot is not None:
+            raise RuntimeError(
+                f"rank {self._pipeline.session.transport.initial_rank}: {call} expects the rank's "
+                f"own parameters, but an average is in place; call revert_global_avg() first, or "
+                f"keep the average with global_avg(may_revert=False)"
+            )
+
     def check(self) -> None:
         """Check that the parameters are still the average.
 

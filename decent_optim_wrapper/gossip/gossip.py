@@ -16,6 +16,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
+from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
@@ -161,6 +162,26 @@ class Gossip:
         self.pipeline.session.transport.check_open()
         self.settle()
         self.pipeline.check_parameters()
+
+    def drop_extension(self, extension: Extension) -> None:
+        """Mix the round in flight, which needs the extension, and stop calling it; collective.
+
+        Raises:
+            NonFiniteError: the round must not be mixed, and is dropped; all ranks have stopped.
+        """
+        nonfinite: list[NonFiniteError] = []
+
+        def drop() -> None:
+            try:
+                self._finish()
+            except NonFiniteError as error:
+                # Other groups do not notice.
+                nonfinite.append(error)
+            self.pipeline.extensions.drop(extension)
+
+        self.meet(CollectiveCall.DROP_EXTENSION, drop)
+        if nonfinite:
+            raise nonfinite[0]
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""

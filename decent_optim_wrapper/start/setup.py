@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from operator import itemgetter
 from types import NoneType
@@ -64,8 +64,7 @@ class ModuleExtras:
     """The additions of a module that contains the optimizer.
 
     Args:
-        backward_order: the parameters in the order of a backward pass, which fills buckets in this
-            order; empty if it does not.
+        in_backward: whether buckets are filled in the order of a backward pass.
         carried: further tensors that start the same on all ranks, and that a restarted rank
             receives.
         parts: objects whose `state_dict` a restarted rank receives.
@@ -73,7 +72,7 @@ class ModuleExtras:
             for each of them, it fills them in its own order.
     """
 
-    backward_order: tuple[Tensor, ...] = ()
+    in_backward: bool = False
     carried: tuple[Named, ...] = ()
     parts: tuple[Any, ...] = ()
     at_end: bool = False
@@ -154,6 +153,12 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     gossip = setup.build_gossip(session)
     setup.start_from_same_values(gossip)
     return gossip, setup, setup.begin_recovery(gossip)
+
+
+def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
+    """The parameters that a model has now, from the first to the last or backwards."""
+    params: list[Tensor] = [*model.parameters()]
+    return params[::-1] if backwards else params
 
 
 def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transport, Topology]:
@@ -247,22 +252,21 @@ class Setup:
         self.recovery = recovery
         self._held = HeldBuffers(inputs.model, model.others)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
-        backward_order = () if mixes_early and extras.at_end else extras.backward_order
+        in_backward = extras.in_backward and not (mixes_early and extras.at_end)
         self._policy = policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
             meter=Meter(),
-            in_backward_order=bool(backward_order) and mixes_early,
+            in_backward_order=in_backward and mixes_early,
         )
-        waiting = inputs.model if mixes_early else None
-        in_forward_order = () if waiting is None else tuple(waiting.parameters())
+        ordered = inputs.model if in_backward or mixes_early else None
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
             # With a recovery gloo exchanges tensors of any device.
             wire_device=transport.wire_device if recovery is None else lambda _: CPU,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=backward_order or in_forward_order,
+            order=tuple if ordered is None else partial(_params_of, ordered, in_backward),
             copies=model.replica.copies,
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())

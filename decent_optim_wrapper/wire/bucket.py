@@ -68,9 +68,16 @@ class Bucket:
         tensors: the members, of one device and dtype.
         layout: the device and dtype in which they are exchanged.
         rate: how far a round mixes them: x <- x + rate * (W x - x).
+        dtype: the real dtype of the flat vector; None takes that of the members.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        layout: Layout,
+        rate: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         # The tensors themselves.
         self.members = tuple(tensors)
         self.layout = layout
@@ -79,7 +86,7 @@ class Bucket:
         self.rate = rate
         self._sharded = mesh is not None
         first = as_real(self.members[0])
-        self.device, self.dtype = first.device, first.dtype
+        self.device, self.dtype = first.device, dtype or first.dtype
         self.wire_device = layout.wire_device(self.device)
         # Without a codec, larger groups send half precision in float32: one of 16 bits saves there.
         self.pair_codec = saving(layout.codec, self.dtype)
@@ -98,6 +105,8 @@ class Bucket:
             data = move_together(self.members)
             self._storage = Flat(data, (data,))
             self.flat_numel = data.numel()
+            # Noted now: the members may move to another bucket, which copies parts of this one.
+            self._parts = [_part_of(data, as_real(member)) for member in self.members]
         self._planned = self._metadata()
         # FSDP replaces the storage of shards itself.
         self.counted = [m for m in self.members if not (self._sharded or m.is_inference())]
@@ -215,15 +224,10 @@ class Bucket:
         """View `flat` as the members, complex ones as pairs of reals."""
         if self._storage is None:
             return flat.views
-        start, first = self._storage.data.data_ptr(), flat.data.storage_offset()
-        reals = [as_real(member) for member in self.members]
-        # A tensor without elements has no address.
-        offsets = [
-            (real.data_ptr() - start) // real.itemsize if real.numel() else 0 for real in reals
-        ]
+        first = flat.data.storage_offset()
         return [
-            flat.data.as_strided(real.shape, real.stride(), first + offset)
-            for real, offset in zip(reals, offsets, strict=True)
+            flat.data.as_strided(shape, strides, first + start)
+            for shape, strides, start in self._parts
         ]
 
     @torch.no_grad()
@@ -338,6 +342,13 @@ class Bucket:
         if self._sharded or self.members[0].is_complex():
             return tuple(map(as_real, self.members))
         return self.members
+
+
+def _part_of(storage: Tensor, view: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    """Shape, strides and start, in elements, of a view of a storage."""
+    # A tensor without elements has no address.
+    start = (view.data_ptr() - storage.data_ptr()) // view.itemsize if view.numel() else 0
+    return view.shape, view.stride(), start
 
 
 def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:

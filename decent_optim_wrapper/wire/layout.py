@@ -27,7 +27,8 @@ class Layout(NamedTuple):
         wire_device: maps a tensor's device to the device that the transport exchanges on.
         codec: how values are coded if that takes fewer bytes; None sends them unchanged.
         as_view: make the tensors views of the bucket's own storage.
-        order: the tensors that go first into buckets, in this order.
+        order: function that returns the tensors that go first into buckets, in their order now. A
+            model may have grown since: a new wrapper, for a resumed run, plans with its order then.
         copies: function that returns how many ranks of a replica hold the same values of a tensor.
         uses_reference: whether differences to a reference may be coded, at the cost of a copy for
             each group; otherwise the values are coded.
@@ -37,7 +38,7 @@ class Layout(NamedTuple):
     wire_device: Callable[[torch.device], torch.device] = lambda device: device
     codec: Codec | None = None
     as_view: bool = False
-    order: tuple[Tensor, ...] = ()
+    order: Callable[[], Iterable[Tensor]] = tuple
     copies: Callable[[Tensor], int] = lambda tensor: 1
     uses_reference: bool = True
 
@@ -54,7 +55,7 @@ class Layout(NamedTuple):
 
     def places(self, tensors: Iterable[Tensor]) -> list[int]:
         """The position of each tensor in the order; the others come last."""
-        places = {id(tensor): place for place, tensor in enumerate(self.order)}
+        places = {id(tensor): place for place, tensor in enumerate(self.order())}
         return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
