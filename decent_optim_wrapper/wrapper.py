@@ -79,8 +79,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         optimizer: the base optimizer.
         rank: this rank; None takes the rank in the process group.
         world_size: number of ranks; None takes the size of the process group.
-        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. If nodes have different
-            numbers of ranks, or ranks that are not consecutive, every rank counts as a node.
+        local_world_size: ranks per node; None or 0 reads LOCAL_WORLD_SIZE. If nodes have
+            different numbers of ranks, or ranks that are not consecutive, every rank counts as a
+            node.
         topology: a name known to `TopologyFactory`, or an instance. None means pairs:
             "one-peer-exp" for powers of two, otherwise "greedy" or, for more than 256 ranks,
             "base-2".

@@ -178,16 +178,18 @@ def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None
 
     def main(rank: int, group: dist.ProcessGroup) -> list[int]:
         # The last ones are on nodes of 4 and of 2 ranks.
-        given = (None, 1, 3, 4 if rank < 4 else 2)
+        # Without a GPU, torch.cuda.device_count() is 0.
+        given = (None, 0, 1, 3, 4 if rank < 4 else 2)
         built = [
             wrap(make_params(), group, topology="hierarchical", local_world_size=each)
             for each in given
         ]
         # Instances are compared by their schedules: nodes do not matter to a ring.
-        wrap(make_params(), group, topology=TopologyFactory.create("ring", 6, 1 + rank % 2))
+        ring = TopologyFactory.create("ring", 6, 1 + rank % 2)
+        wrap(make_params(), group, topology=ring, local_world_size=0)
         return [optimizer.topology.local_world_size for optimizer in built]
 
-    assert run_threads(6, main) == [[2, 1, 3, 1]] * 6
+    assert run_threads(6, main) == [[2, 2, 1, 3, 1]] * 6
 
 
 class Tilted(Topology):
