@@ -87,8 +87,16 @@ def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
         new["schedule"] = replace(schedule, **reset)
     if not old:
         return new
+    is_auto = "gossip_every" in old
+    # Each belongs to the other kind of rounds, and its default value meant nothing there.
+    stray, default = ("staleness", 1) if is_auto else ("max_staleness", AsItArrives.max_steps)
+    if old.get(stray, default) != default:
+        raise ValueError(
+            f"{stray}={old[stray]!r} has no meaning {'with' if is_auto else 'without'} "
+            f'gossip_every="auto"; pass overlap=Late(steps) or overlap=AsItArrives(max_steps)'
+        )
     # "auto" comes last, so that a maximal staleness counts.
-    found = [_MEANINGS[name](value) for name, value in old.items()]
+    found = [_MEANINGS[name](value) for name, value in old.items() if name != stray]
     extensions = [each for each in found if isinstance(each, Extension)]
     pacings = [each for each in found if isinstance(each, Pacing)]
     passed = [f"overlap={pacing!r}" for pacing in pacings[:1]]

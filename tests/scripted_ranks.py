@@ -203,9 +203,9 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {**given, "schedule": schedule, "extensions": extensions}
 
 
-def listed(world_size: int, value: object) -> Topology:
-    """A topology whose `phases` are these."""
-    kind: type[Topology] = type("Listed", (Topology,), {"phases": lambda self: value})
+def listed(world_size: int, value: object, method: str = "phases") -> Topology:
+    """A topology whose `phases`, or whose other method, returns this."""
+    kind: type[Topology] = type("Listed", (Topology,), {method: lambda self: value})
     return kind(world_size)
 
 

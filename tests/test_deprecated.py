@@ -41,6 +41,12 @@ SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"overlap=AsItArrives\(max_steps=1\)",
     ),
     "a staleness of 1": ({"schedule": Schedule(staleness=1)}, {}, "nothing"),
+    "the default bound alone": ({"schedule": Schedule(max_staleness=16)}, {}, "nothing"),
+    "both": (
+        {"schedule": Schedule(gossip_every=AUTO, staleness=1, max_staleness=1), "overlap": True},
+        {"overlap": AsItArrives(1)},
+        r"overlap=AsItArrives\(max_steps=1\)",
+    ),
     "tracking": ({"gradient_tracking": True}, TRACKED, "GradientTracking"),
     "outer": (
         {"schedule": Schedule(outer=OUTER), **TRACKED},
@@ -99,9 +105,13 @@ def test_an_old_spelling_warns_and_has_the_same_trajectory(
         (Schedule(average_state="exp_avg"), "average_state expects one of .* got 'exp_avg'"),
         (Schedule(staleness=2), r"contradicts staleness=2; pass overlap=Late\(steps=2\)"),
         (Schedule(gossip_every=AUTO), "overlap=False contradicts gossip_every='auto'"),
+        (Schedule(max_staleness=3), "max_staleness=3 has no meaning without gossip_every=.auto"),
+        (Schedule(gossip_every=AUTO, staleness=2), "staleness=2 has no meaning with gossip_every="),
     ],
 )
-def test_an_old_spelling_may_not_contradict_the_overlap(schedule: Schedule, match: str) -> None:
+def test_old_spellings_may_not_contradict_the_overlap_or_each_other(
+    schedule: Schedule, match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         wrap(make_params(), overlap=False, schedule=schedule)
 

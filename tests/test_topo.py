@@ -99,6 +99,7 @@ def over_nodes(inner: str | Topology) -> Topology:
 
 
 by_phase = partial(listed, 3)
+by_rank = partial(listed, 2, method="assign_groups")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,14 @@ by_phase = partial(listed, 3)
         (by_phase, [[[0.5, 1]]], "phase 0: expected a Group or a list of ranks"),
         (by_phase, [Group([0, 1])], "phase 0: expected a list of groups, got Group"),
         (by_phase, [], "1 or more"),
+        (by_rank, [[], []], "1 or more phases, got 0"),
+        (by_rank, [[[0]]], r"a list for each of the 2 ranks, .*, got 1 lists with \[1\] groups"),
+        (by_rank, [[[0, 1]], [[1, 0], [1]]], r"got 2 lists with \[1, 2\] groups"),
+        (by_rank, [[[0, 2]], [[0, 1]]], "phase 0, rank 0: expected ranks below .* got .0, 2."),
+        (by_rank, [[[1]], [[1]]], "phase 0, rank 0: not a member of its group"),
+        (by_rank, [[[0, 1], []], [[0, 1], [1]]], "phase 1, rank 0: .*a group needs distinct"),
+        (by_rank, [[[0, 1]], [[1]]], r"rank 1 is in two groups, .*\(0, 1\).*\(1,\).*assign_groups"),
+        (by_rank, [[[0, 1]], [Group([0, 1], 0.3)]], "two groups, .*0.5.*0.3"),
     ],
 )
 def test_what_is_no_schedule_is_refused_with_phase_and_ranks(
@@ -126,14 +135,28 @@ def test_what_is_no_schedule_is_refused_with_phase_and_ranks(
         make(value)
 
 
-def test_phases_list_groups_in_any_form_and_order() -> None:
+def test_groups_are_listed_by_phase_or_by_rank_in_any_form_and_order() -> None:
     pair, triple = Group([0, 2], 0.7), [1, 2, 3]
-    topology = listed(4, [[(3, 1), pair], [range(1, 4)]])
-    assert topology.groups(2) == (pair, Group([1, 3]))
-    assert topology.groups(3) == (Group([0]), Group(triple))
-    assert topology.schedule(0) == (pair, Group([0]))
-    assert topology.group_of(2, 3) == Group(triple)
-    assert topology.digest == listed(4, [[pair, [1, 3]], [triple, [0]]]).digest
+    by_rank = [[pair, [0]], ([3, 1], triple), [pair, range(1, 4)], [[1, 3], triple]]
+    for topology in (
+        listed(4, [[(3, 1), pair], [range(1, 4)]]),
+        listed(4, by_rank, method="assign_groups"),
+    ):
+        assert topology.groups(2) == (pair, Group([1, 3]))
+        assert topology.groups(3) == (Group([0]), Group(triple))
+        assert topology.schedule(0) == (pair, Group([0]))
+        assert topology.group_of(2, 3) == Group(triple)
+        assert topology.digest == listed(4, [[pair, [1, 3]], [triple, [0]]]).digest
+        assert listed(4, topology.phases()).digest == topology.digest
+        assert listed(4, topology.assign_groups(), "assign_groups").digest == topology.digest
+
+
+@pytest.mark.parametrize("base", [Ring, Greedy, Topology])
+def test_the_most_derived_class_defines_the_schedule(base: type[Topology]) -> None:
+    alone = type("Alone", (base,), {"assign_groups": lambda self: [[[0]], [[1]]]})
+    paired = type("Paired", (alone,), {"phases": lambda self: [[[0, 1]]]})
+    assert alone(2).groups(0) == (Group([0]), Group([1]))
+    assert paired(2).groups(0) == (Group([0, 1]),)
 
 
 @mock.patch.dict(REGISTRY)

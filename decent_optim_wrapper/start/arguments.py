@@ -38,7 +38,8 @@ class Arguments:
     _: KW_ONLY
     rank: Annotated[int | None, optional(whole(0, _WHOLE))] = None
     world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
-    local_world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
+    # 0 is what torch.cuda.device_count() returns without a GPU: not known.
+    local_world_size: Annotated[int | None, optional(whole(0, _WHOLE))] = None
     process_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     gossip_dim: str | None = None
@@ -159,7 +160,7 @@ def local_world_size_of(arguments: Arguments, launched_as: Sequence[int]) -> int
         arguments: the user's arguments.
         launched_as: the number that the launcher gave to each rank; consecutive ones share a node.
     """
-    if arguments.local_world_size is not None:
+    if arguments.local_world_size:
         return arguments.local_world_size
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
@@ -206,7 +207,7 @@ def resolve_topology(
         ("world_size", topology.world_size, world_size),
         ("local_world_size", topology.local_world_size, arguments.local_world_size),
     ):
-        if actual is not None and given != actual:
+        if actual and given != actual:
             raise ValueError(
                 f"topology={topology!r} was built for {name}={given}, but here it is {actual}; "
                 f"pass a name, or build the topology with the sizes of this run"

@@ -16,6 +16,8 @@ from decent_optim_wrapper.topo.group import Group
 # The groups of a formula are checked for all ranks in worlds up to this size. In larger worlds the
 # digest has the groups of this many ranks.
 _SMALL = 64
+# Of those that one class defines, the first one counts.
+_DEFINITIONS = ("own_group", "phases", "assign_groups")
 
 
 class Topology:
@@ -27,12 +29,12 @@ class Topology:
             def phases(self):
                 return [[[0, leaf]] for leaf in range(1, self.world_size)]
 
-    or `phase_count` and `own_group`, a formula for the group of one rank, which a rank of a large
-    world computes without the groups of the others; all built-in topologies but greedy do. The
-    constructor checks that every phase is a partition of the ranks: of a formula, in worlds of up
-    to 64 ranks, and in larger ones for the groups of this rank. The mixing matrix of every phase is
-    then symmetric and doubly stochastic by construction. Every topology accepts a world of one
-    rank, as one idle phase.
+    or `assign_groups`, which lists the same groups by rank, or `phase_count` and `own_group`, a
+    formula for the group of one rank, which a rank of a large world computes without the groups of
+    the others; all built-in topologies but greedy do. The constructor checks that every phase is a
+    partition of the ranks: of a formula, in worlds of up to 64 ranks, and in larger ones for the
+    groups of this rank. The mixing matrix of every phase is then symmetric and doubly stochastic by
+    construction. Every topology accepts a world of one rank, as one idle phase.
 
     Args:
         world_size: number of ranks.
@@ -40,7 +42,8 @@ class Topology:
 
     Raises:
         ValueError: the sizes do not fit the topology, or the groups are not a valid schedule.
-        TypeError: the class defines neither `phases` nor `phase_count` and `own_group`.
+        TypeError: the class defines neither `phases` nor `assign_groups` nor `phase_count` and
+            `own_group`.
     """
 
     condition: ClassVar[str] = "any world size"
@@ -60,13 +63,25 @@ class Topology:
             mix as their mean, or a `Group` with its own weight. A rank that is in no group of a
             phase is idle in it.
         """
+        if self._definition == "assign_groups":
+            return [[*dict.fromkeys(groups)] for groups in self._built_schedules]
         phases = range(self.phase_count())
         return [[*self._partition(phase, self._computed_group)] for phase in phases]
+
+    def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
+        """The groups of every rank.
+
+        Returns:
+            A list for every rank, with its group in each phase of one period. A group is a list of
+            ranks, this one among them, or a `Group`.
+        """
+        return [self.schedule(rank) for rank in range(self._world_size)]
 
     def phase_count(self) -> int:
         """Number of phases of a schedule that `own_group` gives."""
         raise TypeError(
-            f"{type(self).__name__} must define phases(), or phase_count() and own_group()"
+            f"{type(self).__name__} must define phases(), assign_groups(), or phase_count() and "
+            f"own_group()"
         )
 
     def own_group(self, rank: int, phase: int) -> Group | Sequence[int]:
@@ -117,16 +132,34 @@ class Topology:
         return self._phases_per_period
 
     @cached_property
+    def _definition(self) -> str:
+        """The method that defines the schedule, which is that of the most derived class."""
+        kinds = type(self).__mro__
+        return next(name for kind in kinds for name in _DEFINITIONS if name in vars(kind))
+
+    @property
     def _has_formula(self) -> bool:
-        """True if `own_group` defines the schedule: of this and `phases`, the most derived does."""
-        names = (vars(kind).keys() & {"phases", "own_group"} for kind in type(self).__mro__)
-        return "own_group" in next(filter(None, names))
+        return self._definition == "own_group"
 
     @cached_property
     def _built_schedules(self) -> list[list[Group]]:
-        """`groups[phase][rank]` as `phases` lists them, checked to be partitions."""
-        listed = enumerate(self.phases())
+        """`groups[phase][rank]` as they are listed, checked to be partitions."""
+        listed = enumerate(self.phases() if self._definition == "phases" else self._by_phase())
         return [_column(f"phase {phase}", each, self._world_size) for phase, each in listed]
+
+    def _by_phase(self) -> list[Iterable[Group]]:
+        """The groups of every phase, as `assign_groups` lists them by rank."""
+        table, n = [[*row] for row in self.assign_groups()], self._world_size
+        if len(table) != n or len({*map(len, table)}) > 1:
+            raise ValueError(
+                f"assign_groups() expects a list for each of the {n} ranks, with a group for every "
+                f"phase, got {len(table)} lists with {sorted({*map(len, table)})} groups"
+            )
+        columns = enumerate(zip(*table, strict=True))
+        return [
+            dict.fromkeys(self._joined(each, rank, phase) for rank, each in enumerate(column))
+            for phase, column in columns
+        ]
 
     def _check_schedule(self) -> int:
         """Check the groups, of a formula in small worlds only, and return the number of phases."""
@@ -141,8 +174,12 @@ class Topology:
 
     def _computed_group(self, rank: int, phase: int) -> Group:
         """The group of a rank by the formula."""
+        return self._joined(self.own_group(rank, phase), rank, phase)
+
+    def _joined(self, entry: Group | Sequence[int], rank: int, phase: int) -> Group:
+        """The group that is given for a rank, which must be in it."""
         place = f"phase {phase}, rank {rank}"
-        group = _as_group(self.own_group(rank, phase), place, self._world_size)
+        group = _as_group(entry, place, self._world_size)
         if rank not in group.ranks:
             raise ValueError(
                 f"{place}: not a member of its group {group.ranks}; list the rank itself, too"
@@ -265,7 +302,8 @@ def _column(place: str, phase: Iterable[Group | Iterable[int]], world_size: int)
 def _twice(place: str, rank: int, group: Group, other: Group) -> ValueError:
     return ValueError(
         f"{place}: rank {rank} is in two groups, {group} and {other}; put every rank into at most "
-        f"one group of a phase, for which own_group() gives the same to all its ranks"
+        f"one group of a phase, for which own_group() or assign_groups() gives the same to all its "
+        f"ranks"
     )
 
 
