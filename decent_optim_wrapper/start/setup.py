@@ -354,7 +354,8 @@ class Setup:
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
         rate = settings.schedule.mixing_rate
-        local = LocalUpdate(inputs.optimizer, inputs.extensions)
+        own = session.transport.initial_rank
+        local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
         pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
         average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
         return Gossip(pipeline, local, average, model.replica, members=self.recovery)
