@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dense import due_matrix, mix, put, train_densely
+from dense import due_matrix, mix, train_densely
 from problem import (
     backward,
     draw_gradients,
@@ -22,8 +22,13 @@ from problem import (
 from ranks import run_threads
 from scripted_ranks import listed
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from decent_optim_wrapper import Group, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper.errors import CallOrderError
 
 STEPS = 6
 LOPSIDED = [[Group([0, 1], 0.9), Group([2, 3], 0.2)], [Group([1, 2, 3], 0.6)]]
@@ -112,7 +117,7 @@ def test_parameters_that_nobody_changes_keep_their_bits(topology: str, world_siz
 
 
 def test_a_change_after_flights_without_one_is_named_in_larger_groups() -> None:
-    """The sum has overwritten what was sent."""
+    """The sum has overwritten what was sent, unless a flight before had changes."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
@@ -164,19 +169,18 @@ def test_an_average_that_is_put_in_place_and_out_again_is_no_change(
     assert all(map(torch.equal, with_looks, without))
 
 
-@pytest.mark.parametrize(
-    "make", [sgd, lambda p: in_one_call(torch.optim.SGD(p, lr=0.1, fused=True))]
-)
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("topology", "world_size"), [("ring", 2), ("complete", 3)])
 def test_two_wrapped_optimizers_of_one_parameter_lose_no_update(
-    topology: str, world_size: int, make: Any
+    topology: str, world_size: int, whole: bool
 ) -> None:
-    """As a critic and an actor do that share an encoder."""
-    dtype = torch.float64
+    """As a critic and an actor do that share an encoder; fused kernels do not count changes."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        encoder, critic, actor = (make_params(seed, dtype) for seed in range(3))
-        bases = [torch.optim.SGD([*encoder, *head], lr=0.1) for head in (critic, actor)]
+        encoder, critic, actor = map(make_params, range(3))
+        heads = [[*encoder, *head] for head in (critic, actor)]
+        bases: list[Optimizer] = [torch.optim.SGD(each, lr=0.1, fused=True) for each in heads]
+        bases = [*map(in_one_call, bases)] if whole else bases
         wrappers = [wrap((), group, base, topology=topology, overlap=True) for base in bases]
         start = flatten(encoder)
         moved = torch.zeros_like(start)
@@ -218,3 +222,95 @@ def test_an_embedding_that_renormalises_in_its_forward_pass_moves_the_mean_by_th
 
     moved, expected = torch.stack(run_threads(world_size, main)).mean(0)
     torch.testing.assert_close(moved, expected, rtol=1e-11, atol=1e-11)
+
+
+def scheduled(base: Optimizer) -> Optimizer:
+    """A scheduler replaces the base's step."""
+    StepLR(base, 1)
+    return base
+
+
+class InTwoSteps(Optimizer):
+    """As SAM is published: a pair of steps, the second one by an optimizer inside it."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        torch._foreach_add_(self.param_groups[0]["params"], 0.01)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        torch._foreach_sub_(self.param_groups[0]["params"], 0.01)
+        self.base_optimizer.step()
+
+    apply = second_step
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("kind", [None, in_one_call, scheduled])
+def test_a_step_of_the_base_itself_is_refused_as_long_as_a_wrapper_exists(kind: Any) -> None:
+    params = make_params(dtype=torch.float32)
+    base: Any = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    base = base if kind is None else kind(base)
+    wrapper = wrap(params, base=base, topology="ring")
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for own in (2, 4):
+        backward(params, 0, 0)
+        before = flatten(params)
+        scaler.scale(torch.ones(1))
+        for step in (base.step, wrapper.optimizer.step, lambda: scaler.step(base)):
+            with pytest.raises(CallOrderError, match=r"rank 0: .* makes no round; call step\(\)"):
+                step()
+        scaler.update()
+        assert torch.equal(flatten(params), before)
+        take_steps(wrapper, params, 0, range(2))
+        assert wrapper.round == own
+        assert not torch.equal(flatten(params), before)
+    # Another training phase with the same base.
+    later = wrap(params, base=base, topology="ring")
+    take_steps(later, params, 0, range(2))
+    take_steps(wrapper, params, 0, range(2))
+    del wrapper
+    with pytest.raises(CallOrderError, match="makes no round"):
+        base.step()
+    del later
+    before = flatten(params)
+    base.step()
+    assert not torch.equal(flatten(params), before)
+
+
+def test_a_step_that_only_creates_the_state_of_the_base_is_none() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    base = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wrapper = wrap((), base=base)
+    before = flatten([*model.parameters()])
+    assert get_optimizer_state_dict(model, base)["state"]
+    assert torch.equal(flatten([*model.parameters()]), before)
+    assert wrapper.round == 0
+
+
+def test_a_step_in_two_parts_is_refused_and_made_by_a_closure() -> None:
+    params = make_params()
+    base = InTwoSteps(params)
+    wrapper: Any = wrap(params, base=base, topology="ring", overlap=False)
+    backward(params, 0, 0)
+    before = flatten(params)
+    for part in (wrapper.first_step, wrapper.second_step, wrapper.apply):
+        with pytest.raises(RuntimeError, match=r"pass a closure to step\(\)"):
+            part()
+    base.first_step()
+    with pytest.raises(CallOrderError, match=r"pass a closure to step\(\)"):
+        base.second_step()
+    torch.testing.assert_close(flatten(params), before)
+    assert wrapper.round == 0
+    for step in range(2):
+        wrapper.step(lambda step=step: backward(params, 0, step))
+    assert wrapper.round == 2
+    assert not torch.allclose(flatten(params), before)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
+from decent_optim_wrapper.gossip.step_gate import StepGate
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -91,6 +92,7 @@ class LocalUpdate:
         self._optimizer: Any = optimizer
         self._extensions = extensions
         self._rank = rank
+        self._gate = StepGate.of(optimizer, self, rank)
         self._partition: _Partition | None = None
         # The names, for errors, of the parameters in the base when the buckets were planned.
         self._names_of: dict[int, str] = {}
@@ -181,7 +183,8 @@ class LocalUpdate:
             with self._extensions.updating(params) if self._extensions.all else nullcontext():
                 # Not a closure of None: some bases take none.
                 args = () if closure is None else (closure,)
-                result: float | None = self._optimizer.step(*args)
+                with self._gate:
+                    result: float | None = self._optimizer.step(*args)
             if any(group.get("fused") for group in self._optimizer.param_groups):
                 _count_change(params)
             # The closure may have given them gradients.
@@ -301,4 +304,5 @@ def step_hooks(optimizer: Optimizer) -> bool:
     """Return whether this optimizer has hooks before or after its steps."""
     # A base that skips Optimizer.__init__ has no hook tables.
     own = vars(optimizer)
-    return bool(own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"))
+    before = {*map(type, own.get("_optimizer_step_pre_hooks", {}).values())}
+    return bool(before - {StepGate} or own.get("_optimizer_step_post_hooks"))
