@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dense import due_matrix, mix, train_densely
+from modules import backward as backward_of
+from modules import batch, fill
+from modules import wrap as wrap_module
 from problem import (
     backward,
     draw_gradients,
@@ -28,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from decent_optim_wrapper import Group, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper.config import Overlap
 from decent_optim_wrapper.errors import CallOrderError
 
 STEPS = 6
@@ -314,3 +319,76 @@ def test_a_step_in_two_parts_is_refused_and_made_by_a_closure() -> None:
         wrapper.step(lambda step=step: backward(params, 0, step))
     assert wrapper.round == 2
     assert not torch.allclose(flatten(params), before)
+
+
+def make_model(seed: int) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    fill(model, seed)
+    return model
+
+
+def train_model(optimizer: Optimizer, model: nn.Module, rank: int, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward_of(model(batch(rank, step, 2, 4)).square().sum())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("overlap", ["forward", True])
+@pytest.mark.parametrize(("topology", "world_size"), [("ring", 2), ("complete", 3)])
+def test_a_wrapper_starts_when_the_rounds_of_older_ones_are_finished(
+    topology: str, world_size: int, overlap: Overlap, views: bool, sync: bool, replaces: bool
+) -> None:
+    """As after a search for a learning rate, or in the next phase of a training."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        models = [make_model(rank) for _ in range(2)]
+        options: Any = {"overlap": overlap, "param_as_bucket_view": views, "topology": topology}
+        ends = []
+        for model, again in zip(models, (False, True), strict=True):
+            params = [*model.parameters()]
+            made: Any = partial(wrap, (), group, model=model, sync_at_start=sync, **options)
+            older = made(torch.optim.SGD(params, lr=0.1))
+            assert len(older.buckets) > 1
+            train_model(older, model, rank, 3)
+            if replaces:
+                if not again:
+                    older.synchronize()
+                model.load_state_dict(make_model(rank + 9).state_dict())
+            elif not again:
+                older.synchronize()
+            if again:
+                newer = made(torch.optim.SGD(params, lr=0.1))
+                start = flatten(params)
+                model(batch(rank, 9, 2, 4))
+                newer.synchronize()
+                assert torch.equal(flatten(params), start)
+            ends.append(flatten(params))
+        return ends[0], ends[1]
+
+    settled, starts = zip(*run_threads(world_size, main), strict=True)
+    for rank, start in enumerate(starts):
+        assert torch.equal(start, settled[0 if sync else rank])
+
+
+def test_a_backward_pass_of_a_module_that_a_newer_one_has_replaced_is_refused() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = make_model(0)
+        wrapped: Any = partial(wrap_module, model, group, param_as_bucket_view=False)
+        older = wrapped()
+        newer = wrapped()
+        before = flatten([*model.parameters()])
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: .* drop it \(del\) before"):
+            backward_of(newer(batch(rank, 0, 2, 4)).square().sum())
+        assert torch.equal(flatten([*model.parameters()]), before)
+        assert newer.optimizer.round == older.optimizer.round == 0
+        del older
+        newer.optimizer.zero_grad()
+        backward_of(newer(batch(rank, 0, 2, 4)).square().sum())
+        assert newer.optimizer.round == 1
+        assert not torch.equal(flatten([*model.parameters()]), before)
+
+    run_threads(2, main)

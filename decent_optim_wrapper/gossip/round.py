@@ -281,6 +281,12 @@ class Round:
             self.order.agree(each.message[-1].item() for each in self._headers)
         self._headers = []
 
+    @property
+    def is_outdated(self) -> bool:
+        """True if parameters have changed since the launch, as far as that is noticed."""
+        stamps = [*self._stamps.items(), *self._watched.items()]
+        return any(bucket.stamps != before for bucket, before in stamps)
+
     def changed_in_flight(self) -> Sequence[Tensor]:
         """Note what others have changed since the launch; return what must not have been."""
         changed: list[Tensor] = []
