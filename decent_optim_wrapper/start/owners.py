@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
-from decent_optim_wrapper.forks import after_fork
 from decent_optim_wrapper.gossip.gossip import Gossip
 
 
@@ -16,10 +16,9 @@ class Owners:
     """Lets a new wrapper find older ones of the same parameters, as long as they exist."""
 
     def __init__(self) -> None:
-        self._forget()
-        after_fork(self._forget)
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Begin without wrappers: in a forked process those of its parent have no connections."""
         # Ranks may be threads.
         self._lock = threading.Lock()
@@ -59,3 +58,4 @@ class Owners:
 
 
 OWNERS = Owners()
+os.register_at_fork(after_in_child=OWNERS.forget)
