@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -215,20 +215,21 @@ class _Hook:
     """Calls a method of hooks as long as they exist.
 
     Args:
-        hooks: the hooks; None in a copy of a model.
+        hooks: the hooks.
         method: the name of the method.
     """
 
-    def __init__(self, hooks: ForwardHooks | None, method: str) -> None:
-        self._method, self._hooks = method, None if hooks is None else weakref.ref(hooks)
+    def __init__(self, hooks: ForwardHooks, method: str) -> None:
+        self._method, self._hooks = method, weakref.ref(hooks)
 
     def __call__(self, *arguments: Any) -> None:
-        if hooks := self._hooks and self._hooks():
+        if hooks := self._hooks():
             getattr(hooks, self._method)(*arguments)
 
     def __reduce__(self) -> Any:
-        # Copies and files.
-        return _Hook, (None, self._method)
+        # Nothing can be left out of the table of hooks that is copied or written to a file. This
+        # takes any arguments, returns None, and is found where this library is not installed.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _with_real_tensors(announce: Announce, params: Iterable[Tensor] | None) -> None:

@@ -313,7 +313,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
                     advance(bucket)
             return loss
         with self._step() as step:
-            update = partial(self._local_update.whole, closure, scaling, self.rank)
+            update = partial(self._local_update.whole, closure, scaling)
             result = step.advance(step.buckets, update)
         return result if loss is None else loss
 
@@ -677,7 +677,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         by_bucket = self._local_update.by_bucket
         with (
             self._step(in_backward) as step,
-            by_bucket(scaling, step.buckets, self.rank, apply) as update,
+            by_bucket(scaling, step.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))
 

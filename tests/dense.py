@@ -41,10 +41,11 @@ def train_densely(
     update: Callable[[int, int], Any],
     land: Callable[[int], None],
     staleness: int = 1,
+    change: Callable[[int, int], Any] = lambda rank, step: None,
 ) -> Tensor:
     """Train all ranks in one place: x <- W x - u(x) with overlap, else x <- W (x - u(x)).
 
-    With a staleness above 1, x <- x + (W s - s) - u(x), with s the parameters of the launch.
+    If they may change after the launch, x <- x + (W s - s) - u(x), with s those of the launch.
 
     Args:
         worlds: the parameters of every rank.
@@ -54,6 +55,7 @@ def train_densely(
         update: makes the update of a rank in a step.
         land: mixes what was launched at the end of a step.
         staleness: steps from the launch to the mixing, with overlap.
+        change: changes the parameters of a rank after a step, with overlap.
 
     Returns:
         float64 of shape (world_size, number of parameters), nothing left in flight.
@@ -61,11 +63,10 @@ def train_densely(
     starts: list[Tensor] = []
 
     def land_late(step: int) -> None:
-        now = rows_of(worlds)
+        away = rows_of(worlds) - starts[step]
         put(worlds, starts[step])
         land(step)
-        if staleness > 1:
-            put(worlds, now + rows_of(worlds) - starts[step])
+        put(worlds, rows_of(worlds) + away)
 
     for step in range(steps):
         for rank in range(len(worlds)):
@@ -75,6 +76,8 @@ def train_densely(
         for rank in range(len(worlds)):
             update(rank, step)
         starts.append(rows_of(worlds))
+        for rank in range(len(worlds)):
+            change(rank, step)
         if not overlap:
             land(step)
     if overlap:

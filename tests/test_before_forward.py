@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import modules
@@ -192,6 +194,14 @@ def unmixed(model: nn.Module, launched: list[Tensor]) -> int:
     return sum(torch.equal(param, sent) for param, sent in zip(now, launched, strict=True))
 
 
+class WithoutTheLibrary(pickle.Unpickler):
+    """Loads a file as where this library is not installed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert "decent_optim_wrapper" not in module
+        return super().find_class(module, name)
+
+
 def test_only_what_is_read_has_waited_and_a_copy_of_the_model_is_whole(tmp_path: Path) -> None:
     """Otherwise it would be `overlap=False` with another name."""
 
@@ -215,13 +225,16 @@ def test_only_what_is_read_has_waited_and_a_copy_of_the_model_is_whole(tmp_path:
         read = model[4].weight.detach().clone()
         assert 0 < unmixed(model, launched) < len(launched)
         torch.save(model, tmp_path / f"{rank}.pt")
-        loaded = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        elsewhere: Any = SimpleNamespace(__name__="elsewhere", Unpickler=WithoutTheLibrary)
+        loaded = torch.load(tmp_path / f"{rank}.pt", pickle_module=elsewhere, weights_only=False)
         assert unmixed(model, launched) == 0
         assert torch.equal(read, model[4].weight)
-        copies = loaded, copy.deepcopy(model)
+        copies = loaded, copy.deepcopy(model), copy.deepcopy(loaded)
         for each in copies:
             assert torch.equal(flat(each), flat(model))
             assert type(vars(each[4])["_parameters"]) is dict
+            assert "decent_optim_wrapper" not in repr([*map(vars, each.modules())])
+            assert each.state_dict().keys() == model.state_dict().keys()
         training.train([3])
         launched = values_of(model)
         for each in copies:

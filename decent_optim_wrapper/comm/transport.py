@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -288,9 +287,12 @@ class Transport(Connections):
             ranks: the ranks; this one may be among them.
             tag: as in `exchange`.
         """
-        rows = {rank: torch.empty_like(message) for rank in ranks if rank != self.rank}
-        exchange = partial(self.exchange, message, tag=tag)
-        return [PendingMessage(peer, exchange(row, peer), row) for peer, row in rows.items()]
+        sent = []
+        for rank in ranks:
+            if rank != self.rank:
+                row = torch.empty_like(message)
+                sent.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row))
+        return sent
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
         """Let collectives wait for a thread that still packs, codes and posts."""

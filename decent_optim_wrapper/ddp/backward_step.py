@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
 from decent_optim_wrapper.optim.gradients import params_of
+from decent_optim_wrapper.start.owners import OWNERS
 from decent_optim_wrapper.start.setup import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
@@ -90,6 +91,19 @@ class BackwardOptimizer(DecentOptimWrapper):
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
         return self._in_parts(Scaling(None, None), apply, in_backward=True)
+
+    def check_newest(self) -> None:
+        """Check that no newer wrapper trains the parameters.
+
+        Raises:
+            RuntimeError: one does, and this backward pass would make a step here, too.
+        """
+        if not OWNERS.is_newest(self._gossip):
+            raise RuntimeError(
+                f"rank {self.rank}: expected backward passes of the newest wrapper of these "
+                f"parameters only, but an older DecentralizedDataParallel still exists, of which "
+                f"every backward pass is a step; drop it (del) before this backward pass"
+            )
 
     def notify_change(self) -> None:
         """Call the user's callback if the members have changed."""
@@ -258,6 +272,8 @@ class BackwardStepper:
 
     def _begin(self) -> None:
         """Begin a step, unless one has begun in this backward pass."""
+        if not self._begun:
+            self._optimizer.check_newest()
         if not self._begun and self._in_parts and self._optimizer.splits:
             self._parts = _StepInParts(self._optimizer, self._unscale_and_clip)
         self._begun = True

@@ -117,6 +117,8 @@ class WorldAverage:
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
         self.snapshot = None
+        if flying := self._pipeline.in_flight:
+            flying.watch_again()
 
     @torch.no_grad()
     def distance(self) -> float:

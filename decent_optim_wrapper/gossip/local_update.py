@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
+from decent_optim_wrapper.gossip.step_gate import StepGate
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -84,11 +85,14 @@ class LocalUpdate:
     Args:
         optimizer: the base.
         extensions: extensions, which may change the gradients.
+        rank: this rank, for errors.
     """
 
-    def __init__(self, optimizer: Optimizer, extensions: Extensions) -> None:
+    def __init__(self, optimizer: Optimizer, extensions: Extensions, rank: int) -> None:
         self._optimizer: Any = optimizer
         self._extensions = extensions
+        self._rank = rank
+        self._gate = StepGate.of(optimizer, self, rank)
         self._partition: _Partition | None = None
         # The names, for errors, of the parameters in the base when the buckets were planned.
         self._names_of: dict[int, str] = {}
@@ -116,13 +120,12 @@ class LocalUpdate:
         """Register added parameters, so that they are not reported as replaced."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}
 
-    def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor], rank: int) -> None:
+    def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor]) -> None:
         """Check the parameters for changes since their buckets were planned.
 
         Args:
             buckets: their buckets.
             changed: parameters that were changed by hand while a round was in flight.
-            rank: this rank, for errors.
 
         Raises:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
@@ -133,24 +136,24 @@ class LocalUpdate:
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if (grad := param.grad) is not None and grad.layout is not dense:
-                    raise sparse_gradient_error(self._optimizer, param, rank)
+                    raise sparse_gradient_error(self._optimizer, param, self._rank)
         known = self._partition_of(buckets)
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
         if known.gone and set(known.ids) - self._names_of.keys():
-            raise replaced_error(self._names(known.gone), rank)
+            raise replaced_error(self._names(known.gone), self._rank)
         if relocated := [*chain.from_iterable(map(Bucket.relocated, buckets))]:
-            raise relocated_error(self._names(relocated), rank)
+            raise relocated_error(self._names(relocated), self._rank)
         if changed:
-            raise changed_error(self._names(changed), rank)
+            raise changed_error(self._names(changed), self._rank)
 
-    def check_outside(self, rank: int) -> None:
+    def check_outside(self) -> None:
         """Check that no parameter outside of the buckets is about to be updated, after `check`.
 
         Raises:
             RuntimeError: such a parameter has a gradient.
         """
         if self._partition and self._partition.outside:
-            refuse_outside(self._optimizer, self._partition.outside, rank)
+            refuse_outside(self._optimizer, self._partition.outside, self._rank)
 
     def _partition_of(self, buckets: Sequence[Bucket]) -> _Partition:
         """The parameters by bucket; made again only if buckets or parameters have changed."""
@@ -163,15 +166,12 @@ class LocalUpdate:
     def _names(self, tensors: Sequence[Tensor]) -> str:
         return ", ".join(self._names_of[id(tensor)] for tensor in tensors)
 
-    def whole(
-        self, closure: Callable[[], float] | None, scaling: Scaling, rank: int
-    ) -> float | None:
+    def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
         """Step once.
 
         Args:
             closure: passed to the base, which evaluates it as often as it needs.
             scaling: the scaling of the gradients.
-            rank: this rank, for errors.
 
         Returns:
             The result of the base's step; None if an overflow skips it.
@@ -183,14 +183,17 @@ class LocalUpdate:
             with self._extensions.updating(params) if self._extensions.all else nullcontext():
                 # Not a closure of None: some bases take none.
                 args = () if closure is None else (closure,)
-                result: float | None = self._optimizer.step(*args)
+                with self._gate:
+                    result: float | None = self._optimizer.step(*args)
+            if any(group.get("fused") for group in self._optimizer.param_groups):
+                _count_change(params)
             # The closure may have given them gradients.
-            self.check_outside(rank)
+            self.check_outside()
             return result
 
     @contextmanager
     def by_bucket(
-        self, scaling: Scaling, buckets: Sequence[Bucket], rank: int, apply: Apply | None = None
+        self, scaling: Scaling, buckets: Sequence[Bucket], apply: Apply | None = None
     ) -> Iterator[Callable[[Bucket], None]]:
         """Step once, in parts: yields a function that updates one bucket.
 
@@ -223,7 +226,7 @@ class LocalUpdate:
             self._optimizer._opt_called = True
             yield update
             # In a backward pass their gradients were not there when the step began.
-            self.check_outside(rank)
+            self.check_outside()
             if known.outside:
                 update(None)
 
@@ -253,8 +256,7 @@ class LocalUpdate:
                 for group, own in zip(groups, whole, strict=True):
                     group["params"] = own
         if fused:
-            # Fused kernels do not count the change, and a backward pass may not be over.
-            torch.autograd.graph.increment_version(params)
+            _count_change(params)
 
     def _step_is_replaced(self) -> bool:
         own = vars(self._optimizer)["step"]
@@ -293,8 +295,14 @@ class LocalUpdate:
             yield True
 
 
+def _count_change(params: Sequence[Tensor]) -> None:
+    """Count a change by fused kernels, which do not: a backward pass may not be over."""
+    torch.autograd.graph.increment_version(params)
+
+
 def step_hooks(optimizer: Optimizer) -> bool:
     """Return whether this optimizer has hooks before or after its steps."""
     # A base that skips Optimizer.__init__ has no hook tables.
     own = vars(optimizer)
-    return bool(own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"))
+    before = {*map(type, own.get("_optimizer_step_pre_hooks", {}).values())}
+    return bool(before - {StepGate} or own.get("_optimizer_step_post_hooks"))

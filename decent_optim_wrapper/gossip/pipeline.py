@@ -67,8 +67,8 @@ class Pipeline:
         policy: what all rounds have in common.
         extensions: the extensions that take part.
         mixing_rate: the rate of the first rounds.
-        check: called with the buckets, the parameters that were changed in flight, and this rank;
-            checks the parameters for changes that are not allowed.
+        check: called with the buckets, and with the parameters that were changed in flight; checks
+            the parameters for changes that are not allowed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Pipeline:
         policy: RoundPolicy,
         extensions: Extensions,
         mixing_rate: float,
-        check: Callable[[Sequence[Bucket], Sequence[Tensor], int], None],
+        check: Callable[[Sequence[Bucket], Sequence[Tensor]], None],
     ) -> None:
         # The ranks that take part now.
         self.session = session
@@ -145,7 +145,7 @@ class Pipeline:
         """Check the parameters for changes since the wrapper was built, and in flight."""
         flying = self._open["round"]
         changed = flying.changed_in_flight() if flying else ()
-        self._check(self.buckets, changed, self.session.transport.initial_rank)
+        self._check(self.buckets, changed)
 
     def begin(self, number: int, rate: float, age: int = 0) -> Round | None:
         """Begin a round, to which buckets are posted one by one.

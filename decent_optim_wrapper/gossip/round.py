@@ -90,8 +90,13 @@ class Round:
         self.mixing_has_begun = False
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
-        # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
+        # The stamps of the buckets whose parameters must not be changed by hand meanwhile, and of
+        # those whose parameters may be.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
+        self._watched: dict[Bucket, tuple[int, ...]] = {}
+        pacing = policy.pacing
+        waits = pacing.mixes_in_step(header.round)
+        self._watches = not (waits or pacing.mixes_early or pacing.needs_snapshot)
 
     def open(self, age: int) -> Round:
         """Begin to exchange headers with the group.
@@ -140,9 +145,14 @@ class Round:
             exchange.pack(snapshot)
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
-            early = self._policy.pacing.mixes_early and bucket in self.unmixed
+            is_own = bucket in self.unmixed
+            early = self._policy.pacing.mixes_early and is_own and not bucket.is_sharded
             if not keeps and (early or bucket.is_sent_in_place):
                 self._stamps[bucket] = bucket.stamps
+            elif self._watches and is_own and exchange.mixes_present:
+                if bucket.changes_in_flight is not False:
+                    exchange.keep_sent()
+                self._watched[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)
             if self._policy.pacing.mixes_early and not exchange.has_own_flag:
@@ -271,11 +281,26 @@ class Round:
             self.order.agree(each.message[-1].item() for each in self._headers)
         self._headers = []
 
+    @property
+    def is_outdated(self) -> bool:
+        """True if parameters have changed since the launch, as far as that is noticed."""
+        stamps = [*self._stamps.items(), *self._watched.items()]
+        return any(bucket.stamps != before for bucket, before in stamps)
+
     def changed_in_flight(self) -> Sequence[Tensor]:
-        """Parameters that must not be changed by hand meanwhile, but have been."""
-        if not (stamps := self._stamps.items()):
-            return ()
-        return [param for each, before in stamps for param in changed_since(before, each)]
+        """Note what others have changed since the launch; return what must not have been."""
+        changed: list[Tensor] = []
+        for bucket, stamps in self._stamps.items():
+            if bucket.stamps != stamps:
+                changed += changed_since(stamps, bucket)
+        for bucket, stamps in self._watched.items():
+            if bucket.stamps != stamps or bucket.changes_in_flight is None:
+                changed += self._exchanges[bucket].note_changes(stamps)
+        return changed
+
+    def watch_again(self) -> None:
+        """Do not take for a change that an average was in place since the last check."""
+        self._watched = {bucket: bucket.stamps for bucket in self._watched}
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
@@ -325,5 +350,6 @@ class Round:
         self.unmixed.clear()
         self._exchanges.clear()
         self._stamps.clear()
+        self._watched.clear()
         self._headers = []
         self.flags.drop()

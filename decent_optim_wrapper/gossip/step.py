@@ -78,10 +78,9 @@ class Step:
         elif pipeline.in_flight:
             # The buckets that no forward pass has needed.
             gossip.mix_early()
-        transport = pipeline.session.transport
-        transport.check_open()
+        pipeline.session.transport.check_open()
         pipeline.check_parameters()
-        gossip.local_update.check_outside(transport.initial_rank)
+        gossip.local_update.check_outside()
         if pipeline.pending.keeps_average or gossip.average.snapshot is not None:
             gossip.keep_average()
         if gossip.members:

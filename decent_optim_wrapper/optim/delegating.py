@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -17,6 +18,13 @@ def _of_the_base(name: str, what: str) -> Any:
         lambda self: getattr(self._base, name),
         lambda self, value: setattr(self._base, name, value),
         doc=f"The base's {what}.",
+    )
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"expected steps through step(), but {name}() was called, with which the base would update "
+        f"the parameters without a round; pass a closure to step()"
     )
 
 
@@ -56,7 +64,10 @@ class DelegatingOptimizer(Optimizer):
         """Forward public names only: the base's private flags for GradScaler must not leak."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._base, name)
+        found = getattr(self._base, name)
+        if callable(found) and (name == "apply" or name.endswith("_step")):
+            return partial(_refuse, name)
+        return found
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

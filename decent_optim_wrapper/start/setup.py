@@ -34,6 +34,7 @@ from decent_optim_wrapper.start.arguments import (
     local_world_size_of,
     resolve_topology,
 )
+from decent_optim_wrapper.start.owners import OWNERS
 from decent_optim_wrapper.start.pace import check_pace
 from decent_optim_wrapper.start.start import Start, check_same, exchange
 from decent_optim_wrapper.start.summary import warn_of_rounding
@@ -139,6 +140,8 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     with start.failing_together():
         check_arguments(start.arguments)
         model = _check_model(start, inputs)
+        held = [each.tensor for each in (*model.parameters, *model.others)]
+        older = OWNERS.settle([*held, *(inputs.model.parameters() if inputs.model else ())])
     arguments, settings = start.arguments, inputs.settings
     with start.naming_late_ranks():
         if arguments.mesh is not None:
@@ -157,6 +160,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
         session = Session.connect(transport, topology, settings.schedule.intervals)
     gossip = setup.build_gossip(session)
     setup.start_from_same_values(gossip)
+    OWNERS.add(gossip, older)
     return gossip, setup, setup.begin_recovery(gossip)
 
 
@@ -360,7 +364,8 @@ class Setup:
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
         rate = settings.schedule.mixing_rate
-        local = LocalUpdate(inputs.optimizer, inputs.extensions)
+        own = session.transport.initial_rank
+        local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
         pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
         average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
         return Gossip(pipeline, local, average, model.replica, members=self.recovery)

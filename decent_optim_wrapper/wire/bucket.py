@@ -6,7 +6,7 @@ Layout, packing and mixing; no communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -84,7 +84,7 @@ class Bucket:
         # The number of ranks of a replica that hold the same values.
         *_, mesh, self.copies = kind_of(self.members[0], layout)
         self.rate = rate
-        self._sharded = mesh is not None
+        self.is_sharded = mesh is not None
         first = as_real(self.members[0])
         self.device, self.dtype = first.device, dtype or first.dtype
         self.wire_device = layout.wire_device(self.device)
@@ -108,8 +108,10 @@ class Bucket:
             # Noted now: the members may move to another bucket, which copies parts of this one.
             self._parts = [_part_of(data, as_real(member)) for member in self.members]
         self._planned = self._metadata()
-        # FSDP replaces the storage of shards itself.
-        self.counted = [m for m in self.members if not (self._sharded or m.is_inference())]
+        # An inference tensor has no version counter.
+        self.counted = [m for m in self.members if not local(m).is_inference()]
+        # Whether others have changed members while a round was in flight; None before the first.
+        self.changes_in_flight: bool | None = None
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
         # Memory for values that are coded next, and for changes that are mixed in.
         self._near = _Memory(self.device, pinned=False)
@@ -243,15 +245,34 @@ class Bucket:
         self._notify_autograd()
 
     @torch.no_grad()
-    def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
+    def shift_(
+        self, theirs: Flat, ours: Flat, weight: float, changed: Collection[int] | None = None
+    ) -> None:
         """In place, x <- x + weight * (theirs - ours), with ours the values of x when it was sent.
 
         The peer adds the exact opposite, so the mean of the two does not move. `theirs` is
         overwritten.
+
+        Args:
+            theirs: received values.
+            ours: the values that were sent.
+            weight: how far to move.
+            changed: the ids of the members that are shifted, unless they share a storage; the
+                others are mixed as in `mix_`. None shifts all.
         """
         # In place, since another copy of the bucket would be needed otherwise.
-        theirs.data.sub_(ours.data)
-        self.add_(self._as_own(theirs), weight)
+        if changed is None:
+            theirs.data.sub_(ours.data)
+            self.add_(self._as_own(theirs), weight)
+            return
+        shifted = [place for place, each in enumerate(self.members) if id(each) in changed]
+        mixed = [place for place, each in enumerate(self.members) if id(each) not in changed]
+        for place in shifted:
+            theirs.views[place].sub_(ours.views[place])
+        rows = self._tensors(), self._as_own(theirs).views
+        if mixed:
+            torch._foreach_lerp_(*([row[place] for place in mixed] for row in rows), weight)
+        torch._foreach_add_(*([row[place] for place in shifted] for row in rows), alpha=weight)
 
     @torch.no_grad()
     def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float) -> None:
@@ -299,7 +320,12 @@ class Bucket:
 
         Changes of values through `.data` are not counted, and an inference tensor has no counter.
         """
-        return (*map(_version_of, self.counted), *map(Tensor.data_ptr, self.counted))
+        held = [*map(local, self.counted)] if self.is_sharded else self.counted
+        return (*map(_version_of, held), *map(Tensor.data_ptr, held))
+
+    def note_flight(self, changed: bool) -> None:
+        """Note whether others have changed members while a round was in flight."""
+        self.changes_in_flight = self.changes_in_flight or changed
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, or whose shared storage was replaced."""
@@ -339,7 +365,7 @@ class Bucket:
         """The members as real tensors, viewed again each time: their storage may be replaced."""
         if self._storage is not None:
             return self._storage.views
-        if self._sharded or self.members[0].is_complex():
+        if self.is_sharded or self.members[0].is_complex():
             return tuple(map(as_real, self.members))
         return self.members
 
@@ -351,12 +377,30 @@ def _part_of(storage: Tensor, view: Tensor) -> tuple[torch.Size, tuple[int, ...]
     return view.shape, view.stride(), start
 
 
-def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
-    """The members that were changed after the bucket had these stamps."""
+def changed_since(stamps: Sequence[int], bucket: Bucket, sent: Flat | None = None) -> list[Tensor]:
+    """The members that were changed after the bucket had these stamps.
+
+    Args:
+        stamps: the stamps before.
+        bucket: the bucket.
+        sent: the values before. With them, a member with the same values in another storage, as
+            after `flatten_parameters()` of an RNN, has not changed.
+    """
     if (now := bucket.stamps) == stamps:
         return []
-    pairs = zip(bucket.counted * 2, stamps, now, strict=True)
-    return [member for member, before, after in pairs if before != after]
+    differs = [before != after for before, after in zip(stamps, now, strict=True)]
+    count = len(bucket.counted)
+    values = {} if sent is None else dict(zip(bucket.members, bucket.parts(sent), strict=True))
+    return [
+        member
+        for member, changed, moved in zip(bucket.counted, differs, differs[count:], strict=False)
+        if changed or (moved and not (member in values and is_equal(member, values[member])))
+    ]
+
+
+def is_equal(member: Tensor, values: Tensor) -> bool:
+    """Return whether a member has these values, which may be on another device and wider."""
+    return bool((as_real(member) == values.to(member.device)).all())
 
 
 def is_finite(data: Tensor) -> bool:

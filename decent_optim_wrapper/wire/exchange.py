@@ -13,7 +13,7 @@ from decent_optim_wrapper.codecs import is_finite_on_device
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
-from decent_optim_wrapper.wire.bucket import Bucket, is_finite
+from decent_optim_wrapper.wire.bucket import Bucket, changed_since, is_finite
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
@@ -85,6 +85,9 @@ class Exchange:
     sums = False
     # Whether the received values move a reference.
     uses_reference = False
+    # Whether present values move towards received ones. Otherwise a difference of what was sent is
+    # added, which is exact whatever others do to the members in between.
+    mixes_present = False
     # Whether the message itself says if its values are finite; otherwise a flag is sent for them.
     has_own_flag = False
     # What the ranks of a pair send and receive.
@@ -119,6 +122,17 @@ class Exchange:
         """
         self.snapshot = self._bucket.pack(self._bucket.summing()[0], snapshot)
 
+    def keep_sent(self) -> None:
+        """Keep the values that are packed, for members that others may change."""
+
+    def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
+        """Note which members others have changed since the bucket had these stamps.
+
+        Returns:
+            The changed members, if they cannot be mixed any more.
+        """
+        return ()
+
     def start(self) -> None:
         """Check the values and start the exchange.
 
@@ -152,10 +166,31 @@ class Exchange:
 class PlainExchange(Exchange):
     """Values that are sent unchanged."""
 
+    mixes_present = True
     # Memory for the values of the peer, or for the sum of the group.
     _arriving: Flat
     # This rank's values as they were sent; None if the sum overwrites them.
     _sent: Flat | None
+    # The ids of the members that others have changed since; None if all may have changed.
+    _changed: frozenset[int] | None = None
+
+    def keep_sent(self) -> None:
+        """Keep the values that are packed, for members that others may change."""
+        if self._sent is None:
+            self._sent = self._bucket.new_flat(
+                self._arriving.data.device, self._arriving.data.dtype
+            )
+
+    def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
+        """Note which members others have changed since the bucket had these stamps."""
+        changed = changed_since(stamps, self._bucket, self._sent)
+        self._bucket.note_flight(self._bucket.stamps != stamps)
+        if self._sent is None:
+            return changed
+        if changed:
+            self.snapshot = self._sent
+            self._changed = frozenset(map(id, changed)).union(self._changed or ())
+        return ()
 
     def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix the received values."""
@@ -183,7 +218,7 @@ class PlainExchange(Exchange):
         if self.snapshot is None:
             self._bucket.mix_(arrived, self._weight * rate)
         else:
-            self._bucket.shift_(arrived, self.snapshot, self._weight * rate)
+            self._bucket.shift_(arrived, self.snapshot, self._weight * rate, self._changed)
 
     def _mean(self, present: Tensor | int) -> Flat:
         """The values to mix. A sum is divided in place by the number of ranks, so call it once."""

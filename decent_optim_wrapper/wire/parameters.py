@@ -224,8 +224,8 @@ def changed_error(names: str, rank: int) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: expected the parameters as the last step() left them, but the values of "
         f"{names} were changed while they were being sent to other ranks and mixed; call "
-        f"synchronize() before changing values by hand, or, with overlap=True, pass "
-        f"param_as_bucket_view=False. To go on from here, load a checkpoint on all ranks"
+        f"synchronize() before changing values by hand. To go on from here, load a checkpoint on "
+        f"all ranks"
     )
 
 
