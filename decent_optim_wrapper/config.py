@@ -22,7 +22,6 @@ from decent_optim_wrapper.checks import (
     whole,
 )
 from decent_optim_wrapper.codecs import Codec, codec_of
-from decent_optim_wrapper.deprecated import OldFields, number_or_auto
 from decent_optim_wrapper.gossip.schedule import (
     BeforeForward,
     Delayed,
@@ -70,7 +69,7 @@ _steps = whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
-class Schedule(CheckedFields, OldFields):
+class Schedule(CheckedFields):
     """Which rounds there are, and how far they mix; the same on all ranks.
 
     Args:
@@ -86,7 +85,7 @@ class Schedule(CheckedFields, OldFields):
         ValueError: an argument is out of range.
     """
 
-    gossip_every: Annotated[int, number_or_auto(_steps)] = 1
+    gossip_every: Annotated[int, _steps] = 1
     # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
     mixing_rate: Annotated[float, converted(check_mixing_rate)] = 1.0
     global_avg_every: Annotated[int | None, optional(_steps)] = None
@@ -172,5 +171,5 @@ class Settings(CheckedFields):
     def lines(self) -> list[str]:
         """One line for each option that the ranks compare as text; extensions have their own."""
         options = {**vars(self), **vars(self.schedule)}
-        left_out = {"schedule", *OldFields.__dataclass_fields__}
-        return [f"{name}={value!r}" for name, value in options.items() if name not in left_out]
+        del options["schedule"]
+        return [f"{name}={value!r}" for name, value in options.items()]

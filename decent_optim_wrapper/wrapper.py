@@ -20,7 +20,6 @@ from decent_optim_wrapper.checks import check_base, check_closures, take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import Elastic, OnNonfinite, Overlap, Schedule, Settings
-from decent_optim_wrapper.deprecated import OldProperties, respelled
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
@@ -55,7 +54,7 @@ from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 
-class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
+class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
     Let x_i be the parameters of rank i, W_t the mixing matrix of round t, and u(x) the local update
@@ -114,7 +113,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
             not noticed). Not for an RNN on a GPU: its flatten_parameters() replaces the storage.
-        gradient_tracking: deprecated; pass ``extensions=[GradientTracking()]``.
         timeout: how long to wait for a peer, as a timedelta or in seconds; None takes the timeout
             of the process group.
         on_nonfinite: what to do if parameters contain NaN or infinity before they are mixed:
@@ -165,7 +163,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | Codec | None = None,
         param_as_bucket_view: bool = False,
-        gradient_tracking: bool = False,
         timeout: timedelta | float | None = None,
         on_nonfinite: OnNonfinite = "raise",
         schedule: Schedule = Schedule(),
@@ -180,14 +177,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         start = Start(take_fields(Arguments, options))
         with start.failing_together():
             check_base(optimizer)
-            options = respelled(options)
-            given, in_module = options["extensions"], self._extras.in_backward
+            in_module = self._extras.in_backward
             known = model if mesh is None or in_module else None
-            options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
+            options["overlap"] = overlap_of(overlap, extensions, known, params_of(optimizer))
             options["settings"] = settings = take_fields(Settings, options)
             check_closures(optimizer, in_module or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
-            options["extensions"] = arrange(given, optimizer)
+            options["extensions"] = arrange(extensions, optimizer)
         self._settings, inputs = settings, take_fields(Inputs, options)
         self._gossip, self._setup, self._hand_over = set_up(start, inputs)
         self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update

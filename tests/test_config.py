@@ -36,7 +36,6 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
-from decent_optim_wrapper.deprecated import OldFields
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key
 from decent_optim_wrapper.elastic.liveness import ENDED
 from decent_optim_wrapper.elastic.rendezvous import key_prefix, mark_end
@@ -75,8 +74,6 @@ def test_a_wrong_field_of_a_record_is_refused(
 
 # What the wrapper is built from, beside its options.
 OBJECTS = {"optimizer", "topology", "buffers", "model", "extensions"}
-# Old spellings, which no record of the wrapper has.
-OLD = {*OldFields.__dataclass_fields__, "gradient_tracking"}
 # Checked together with the process group.
 CHECKED_APART = {"process_group", "mesh", "gossip_dim", "timeout"}
 
@@ -92,7 +89,7 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
     signature = [*inspect.signature(DecentOptimWrapper).parameters]
     assert documented(DecentOptimWrapper) == signature
     settings, arguments = ([*defaults(record)] for record in (Settings, Arguments))
-    assert {*settings, *arguments, *OBJECTS} == {*signature} - OLD
+    assert {*settings, *arguments, *OBJECTS} == {*signature}
     assert not OBJECTS & {*settings, *arguments}
     hints = get_type_hints(DecentOptimWrapper.__init__)
     for record in (Settings, Arguments):
@@ -105,7 +102,7 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
 @pytest.mark.parametrize("record", [Schedule(), Elastic(), Late(2), AsItArrives()])
 def test_a_field_of_a_record_is_documented_and_checked(record: Any) -> None:
     kind: Any = type(record)
-    names = [name for name in defaults(kind) if name not in OLD]
+    names = [*defaults(kind)]
     assert documented(kind) == names == [*checks_of(kind)]
 
 
@@ -118,7 +115,7 @@ def test_the_ranks_compare_every_setting() -> None:
     compared = [line.partition("=")[0] for line in settings.lines()]
     assert compared == [
         *(name for name in defaults(Settings) if name != "schedule"),
-        *(name for name in defaults(Schedule) if name not in OLD),
+        *defaults(Schedule),
     ]
     changed = dataclasses.replace(settings, bucket_cap_mb=3, schedule=Schedule(mixing_rate=0.5))
     assert {*changed.lines()} - {*settings.lines()} == {"bucket_cap_mb=3.0", "mixing_rate=0.5"}

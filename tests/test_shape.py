@@ -54,11 +54,10 @@ _MESH = {*_COMM, "comm", "optim"}
 _WIRE = {*_MESH, "codecs", "mesh"}
 _GOSSIP = {*_WIRE, "wire", "checks"} - {"mesh"}
 _EXTENSIONS = {*_GOSSIP, "gossip", "mesh"}
-_DEPRECATED = {*_EXTENSIONS, "extensions"}
-_CONFIG = {*_DEPRECATED, "deprecated"}
+_CONFIG = {*_GOSSIP, "gossip"}
 _ELASTIC = {*_CONFIG, "config"}
-_START = {*_ELASTIC, "elastic"}
-_WRAPPER = {*_START, "start", "forward_hooks", "report", "planning"}
+_START = {*_ELASTIC, "extensions", "mesh", "elastic"}
+_WRAPPER = {*_START, "extensions", "mesh", "start", "forward_hooks", "report", "planning"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
     "checks": {"topo", "optim"},
@@ -68,7 +67,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": _WIRE,
     "gossip": _GOSSIP,
     "extensions": _EXTENSIONS,
-    "deprecated": _DEPRECATED,
     "config": _CONFIG,
     "elastic": _ELASTIC,
     "start": _START,
