@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from decent_dp import optim as decent_dp
 from dense import mix, train_densely
-from problem import backward, flatten, make_params, take_steps
+from problem import backward, flatten, make_params, take_steps, wrap
+from ranks import run_threads
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -431,3 +433,21 @@ def test_steps_at_rate_zero_leave_no_trace_in_the_momentum() -> None:
         return flatten(params)
 
     assert torch.equal(run(pause=True), run(pause=False))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adamw_takes_the_number_of_ranks_from_its_wrapper(ranks: int) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        ends = []
+        for count in (None, ranks, 1):
+            params = make_params(seed=rank)
+            base = AdamW(params, lr=LR, ranks=count)
+            optimizer = wrap(params, group, base=base, topology="ring")
+            take_steps(optimizer, params, rank, range(5))
+            optimizer.synchronize()
+            ends.append(flatten(params))
+        return ends
+
+    for from_wrapper, given, one in run_threads(ranks, main):
+        assert torch.equal(from_wrapper, given)
+        assert (from_wrapper - one).abs().max() > LR / 10

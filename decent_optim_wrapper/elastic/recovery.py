@@ -346,6 +346,7 @@ class Recovery:
         epoch, gossip = self.epoch, self._gossip
         session = self.open_session(epoch.round)
         gossip.pipeline.enter(session)
+        gossip.local_update.set_members(len(epoch.members))
         if epoch.has_newcomers:
             self._hand_over(epoch.donor, self.joins)
         synchronous = gossip.pipeline.policy.pacing.synchronous

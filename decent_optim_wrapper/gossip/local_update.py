@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.step_gate import StepGate
+from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -115,6 +116,11 @@ class LocalUpdate:
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
         return params_of(self._optimizer)
+
+    def set_members(self, count: int) -> None:
+        """Tell a base that depends on it how many ranks average parameters."""
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.set_members(count)
 
     def know(self, parameters: Iterable[Named]) -> None:
         """Register added parameters, so that they are not reported as replaced."""

@@ -159,6 +159,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     else:
         session = Session.connect(transport, topology, settings.schedule.intervals)
     gossip = setup.build_gossip(session)
+    gossip.local_update.set_members(session.transport.world_size)
     setup.start_from_same_values(gossip)
     OWNERS.add(gossip, older)
     return gossip, setup, setup.begin_recovery(gossip)
