@@ -29,7 +29,13 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling
-from decent_optim_wrapper.gossip.saved_state import gossip_state, named_state, prepare_load
+from decent_optim_wrapper.gossip.saved_state import (
+    GOSSIP_KEY,
+    gossip_state,
+    named_state,
+    prepare_load,
+    renumbered,
+)
 from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
@@ -47,8 +53,6 @@ from decent_optim_wrapper.start.summary import log_summary
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
-
-_STATE_KEY = "gossip"
 
 
 class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
@@ -539,7 +543,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         round in flight, and without one the mean over the ranks would move.
         """
         self._gossip.settle()
-        return {**self._base.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
+        return {**self._base.state_dict(), GOSSIP_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; does not communicate.
@@ -548,7 +552,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         model and optimizer may be loaded in any order. A round that is in flight now is dropped.
 
         Load on all ranks or on none. If only some ranks load, with gradient tracking or
-        `AsItArrives`, all ranks raise a `CallOrderError` in a later round.
+        `AsItArrives`, all ranks raise a `CallOrderError` in a later round. If the base was given
+        the names of its parameters, they are found by name, in whatever order they are now.
 
         Args:
             state_dict: the result of `state_dict()`, or the state dict of the bare base optimizer,
@@ -560,10 +565,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        load = prepare_load(self._gossip, state_dict.get(_STATE_KEY), rate)
+        state_dict = renumbered(state_dict, self.param_groups)
+        load = prepare_load(self._gossip, state_dict.get(GOSSIP_KEY), rate)
         before = self.state, self.param_groups
         try:
-            base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
+            base = {key: value for key, value in state_dict.items() if key != GOSSIP_KEY}
             self._base.load_state_dict(base)
         except BaseException:
             self.state, self.param_groups = before

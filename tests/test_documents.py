@@ -447,7 +447,7 @@ def run_groups(rank: int) -> tuple[list[int], float, float, list[float]]:
     assert len(optimizer.buckets) > 1
     for batch in given(rank)["dataloader"]:
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         # The user's own messages between two steps.
         tmp = torch.full((100,), float(rank))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
+from decent_optim_wrapper.gossip.saved_state import renumbered
 from decent_optim_wrapper.optim.counters import COUNTERS
 
 _NUMBERS = (bool, int, float, str, type(None))
@@ -92,6 +93,9 @@ class Averaging:
         merged = copy.copy(own) if isinstance(own, dict) else dict(enumerate(own))
         if merged.keys() >= _GOSSIP:
             return self._gossip(merged, by_rank, name)
+        if "state" in merged and "param_groups" in merged:
+            groups = merged["param_groups"]
+            by_rank = {rank: renumbered(each, groups) for rank, each in by_rank.items()}
         for key, value in merged.items():
             rows, path = {} if key in counters else _at(key, by_rank), f"{name}/{key}".strip("/")
             is_state = key == "state" and "param_groups" in merged

@@ -21,13 +21,19 @@ from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
-from decent_optim_wrapper.gossip.saved_state import gossip_state, prepare_load
+from decent_optim_wrapper.gossip.saved_state import (
+    GOSSIP_KEY,
+    gossip_state,
+    prepare_load,
+    renumbered,
+)
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
+from decent_optim_wrapper.wire.plan import in_agreed_order
 
 Result = TypeVar("Result")
 
@@ -65,7 +71,7 @@ class HandOver:
         pipeline = self.gossip.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
         named = [*named_parameters(self.optimizer.param_groups), *self.others]
-        tensors = [each.tensor for each in named]
+        tensors = [each.tensor for each in in_agreed_order(named, self.layout)]
         if transport.rank == donor:
             # The members may meet in the middle of its forward pass.
             tensors = self.gossip.early.restored(tensors)
@@ -73,9 +79,11 @@ class HandOver:
         if transport.rank == donor:
             send_state(self._state(), transport)
             return
-        base, saved, parts = receive_state(transport, donor)
+        state, parts = receive_state(transport, donor)
         if takes:
             self.takeovers += 1
+            base = renumbered(state, self.optimizer.param_groups)
+            saved = base.pop(GOSSIP_KEY)
             self.optimizer.load_state_dict(base)
             for each in extensions.all:
                 if each.name and each.name not in saved.get("extensions", {}):
@@ -87,7 +95,7 @@ class HandOver:
                     part.load_state_dict(state)
 
     def _state(self) -> list[Any]:
-        """The states of the base, of the gossip, and of the further objects."""
+        """The state of the base and of the gossip, and those of the further objects."""
         saved = gossip_state(self.gossip)
         # The round in flight is dropped, and references start again.
         for key in ("launch_snapshot", "references"):
@@ -95,7 +103,8 @@ class HandOver:
         for each in self.gossip.pipeline.extensions.all:
             if each.belongs_to_rank:
                 saved["extensions"][each.name] = None
-        return [self.optimizer.state_dict(), saved, [self._state_of(part) for part in self.parts]]
+        state = {**self.optimizer.state_dict(), GOSSIP_KEY: saved}
+        return [state, [self._state_of(part) for part in self.parts]]
 
     def _state_of(self, part: Any) -> Any | None:
         state = part.state_dict()

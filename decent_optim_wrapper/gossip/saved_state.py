@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import index
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
 from decent_optim_wrapper.wire.references import SavedReference, referring
+
+# The key of the state of the gossip in a state dict, beside the base's.
+GOSSIP_KEY = "gossip"
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
         return dict(zip(gossip.replica.names_of(params), rows, strict=True))
 
-    return _rearranged(state, named, gossip)
+    return _rearranged(state, named, gossip.params, _referring(gossip))
 
 
 def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
@@ -90,22 +94,68 @@ def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
 
     unused = () if named["in_flight"] else ("launch_snapshot",)
     used = {key: value for key, value in named.items() if key not in unused}
-    return _rearranged(used, in_order, gossip)
+    return _rearranged(used, in_order, gossip.params, _referring(gossip))
+
+
+def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Number the parameters in a state dict as in these groups, which name them in another order.
+
+    Torch finds a parameter by its position, which may be another one in each process, as in a set.
+
+    Args:
+        state: the state dict of a base, which may contain the state of the gossip.
+        groups: of a base or of its state dict.
+
+    Returns:
+        A new dict; `state` itself if it has the same order, or no names, or other ones.
+    """
+    saved = state.get("param_groups", ())
+    pairs = (
+        zip(group.get("param_names", ()), group.get("params", ()), strict=False) for group in saved
+    )
+    numbers = dict(chain.from_iterable(pairs))
+    order = [numbers.get(name) for group in groups for name in group.get("param_names", ())]
+    places = {number: place for place, number in enumerate(order)}
+    counted = range(sum(len(group["params"]) for group in groups))
+    if places.keys() != {*counted} or order == [*counted]:
+        return state
+    fresh = iter(counted)
+    moved = {**state, "state": {places.get(key, key): row for key, row in state["state"].items()}}
+    moved["param_groups"] = [
+        {**group, "param_names": own["param_names"], "params": [next(fresh) for _ in own["params"]]}
+        for group, own in zip(saved, groups, strict=False)
+    ]
+    if GOSSIP_KEY in state:
+        gossip = moved[GOSSIP_KEY] = _rearranged(state[GOSSIP_KEY], _pick, order, order)
+        if "plan" in gossip:
+            gossip["plan"] = [[places[number] for number in bucket] for bucket in gossip["plan"]]
+    return moved
+
+
+def _pick(rows: list[Any], order: list[Any]) -> list[Any]:
+    # References of some parameters only are left, which makes them unusable: all ranks raise.
+    return [rows[number] for number in order] if len(rows) == len(order) else []
 
 
 def _rearranged(
-    saved: dict[str, Any], arrange: Callable[[Any, list[Tensor]], Any], gossip: Gossip
+    saved: dict[str, Any],
+    arrange: Callable[[Any, list[Any]], Any],
+    params: list[Any],
+    coded: list[Any],
 ) -> dict[str, Any]:
     """Copy a state, with `arrange` applied to each list of values of parameters."""
-    state, params = dict(saved), gossip.params
+    state = dict(saved)
     if "launch_snapshot" in state:
         state["launch_snapshot"] = arrange(state["launch_snapshot"], params)
     if "extensions" in state:
         state["extensions"] = {
-            name: {**each, "params": arrange(each["params"], params)} if "params" in each else each
+            name: {**each, "params": arrange(each["params"], params)}
+            # Some have none, because it belongs to another rank.
+            if "params" in (each or ())
+            else each
             for name, each in state["extensions"].items()
         }
-    if "references" in state and (coded := _referring(gossip)):
+    if "references" in state and coded:
         state["references"] = {
             group: {**each, "values": arrange(each["values"], coded)}
             for group, each in state["references"].items()

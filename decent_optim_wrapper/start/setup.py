@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -53,7 +52,12 @@ from decent_optim_wrapper.wire.parameters import (
     named_buffers,
     named_parameters,
 )
-from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, plan_buckets
+from decent_optim_wrapper.wire.plan import (
+    bucket_bytes,
+    extend_plan,
+    in_agreed_order,
+    plan_buckets,
+)
 
 # Read once: it takes a third of a millisecond.
 __version__ = version("decent-optim-wrapper")
@@ -267,8 +271,8 @@ class Setup:
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
         self._buffers = plan_buckets(floating, self._layout.plain)
-        found = () if settings.sync_at_start else (n.tensor for n in model.parameters)
-        floating = (t for t in found if t.is_floating_point() or t.is_complex())
+        found = () if settings.sync_at_start else in_agreed_order(model.parameters, self._layout)
+        floating = (t for _, _, t in found if t.is_floating_point() or t.is_complex())
         # A bucket of each frozen parameter that may differ. They stay the same when parameters are
         # unfrozen later: a rank that comes back makes them anew.
         self._frozen = [Bucket([t], self._layout.plain) for t in floating if not t.requires_grad]
@@ -303,11 +307,8 @@ class Setup:
             ValueError: on every rank; names a rank that differs from rank 0, and the first
                 difference.
         """
-        named = [*parameters, *self._model.others]
-        places = self._layout.places(each.tensor for each in named)
         lines = [*self._common]
-        # In the order in which they fill buckets.
-        for _, each in sorted(zip(places, named, strict=True), key=itemgetter(0)):
+        for each in in_agreed_order([*parameters, *self._model.others], self._layout):
             # Views exchange their storage in memory order.
             strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
             lines.append(f"{each.describe()}{strides}")
@@ -339,7 +340,7 @@ class Setup:
         replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
         if self._settings.sync_at_start and late:
-            broadcast([named.tensor for named in late], transport, self._layout)
+            self._broadcast(late, transport)
         self._plan(pipeline, parameters)
 
     def _plan(self, pipeline: Pipeline, parameters: Sequence[Named]) -> None:
@@ -377,24 +378,47 @@ class Setup:
         parameters, recovery, pipeline = self._model.parameters, self.recovery, gossip.pipeline
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
-            self._broadcast(pipeline.session.transport)
+            self._broadcast([*parameters, *self._model.others], pipeline.session.transport)
         gossip.local_update.know(parameters)
         self._plan(pipeline, parameters)
         if takes:
             pipeline.session.references.begin(pipeline.buckets)
 
-    def _broadcast(self, transport: Transport) -> None:
-        """Take the values of rank 0, and warn if other ranks had different ones; collective."""
-        values = [named.tensor for named in (*self._model.parameters, *self._model.others)]
-        own = torch.tensor([broadcast(values, transport, self._layout)], device="cpu")
-        replaced = transport.all_gather(own).flatten().tolist()
-        by_rank = {r: count for r, count in zip(transport.members, replaced, strict=True) if count}
-        if by_rank and transport.rank == 0:
+    def _broadcast(self, named: Sequence[Named], transport: Transport) -> None:
+        """Take the values of rank 0, and warn if other ranks had different ones; collective.
+
+        Raises:
+            ValueError: without names, a rank has the values of rank 0 in another order; raised on
+                all ranks, of which none has changed its values.
+        """
+        named = in_agreed_order(named, self._layout)
+        own = [digest(each.tensor) for each in named]
+        rows = transport.all_gather(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
+        first, members = rows[0], transport.members
+        others = {rank: row for rank, row in zip(members, rows, strict=True) if row != first}
+        names = {
+            rank: [n.name for n, x, y in zip(named, row, first, strict=True) if x != y]
+            for rank, row in others.items()
+        }
+        some = ", ".join([*names.values(), []][0][:5])
+        has_names = all("param_names" in group for group in self._inputs.optimizer.param_groups)
+        moved = [rank for rank, row in others.items() if sorted(row) == sorted(first)]
+        if moved and not has_names:
+            raise ValueError(
+                f"rank {transport.initial_rank}: expected parameters in one order on all ranks, "
+                f"but ranks {moved} start with those of rank 0 in another order, at {some}; build "
+                f"the optimizer from a list in the same order on every rank, not from a set, or "
+                f"with names, as in SGD(model.named_parameters())"
+            )
+        broadcast((each.tensor for each in named), transport, self._layout)
+        if others and transport.rank == 0:
+            by_rank = {rank: len(each) for rank, each in names.items()}
             warn(
                 f"the values of rank 0 have replaced others, tensors by rank: {by_rank} (of "
-                f"{len(values)}). Load weights on rank 0 or on all ranks before the wrapper is "
-                f"built; sync_at_start=False lets every rank keep its own. If they were random, "
-                f"nothing is lost: call torch.manual_seed(0) on all ranks before the model is built"
+                f"{len(named)}), such as {some}. Load weights on rank 0 or on all ranks before the "
+                f"wrapper is built; sync_at_start=False lets every rank keep its own. If they were "
+                f"random, nothing is lost: call torch.manual_seed(0) on all ranks before the model "
+                f"is built"
             )
 
     def begin_recovery(self, gossip: Gossip) -> HandOver | None:

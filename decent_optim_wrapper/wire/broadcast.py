@@ -20,7 +20,7 @@ def broadcast(
     layout: Layout,
     source: int = 0,
     keep: bool = False,
-) -> int:
+) -> None:
     """Overwrite the tensors with the values of one rank, bucket by bucket; collective.
 
     Args:
@@ -29,22 +29,13 @@ def broadcast(
         layout: cap and wire device of the buckets.
         source: the rank whose values are sent.
         keep: receive the values, but keep this rank's own.
-
-    Returns:
-        The number of tensors whose values differed on this rank.
     """
-    replaced = 0
     # Without autograd's notice, so that a backward pass in which this happens can still finish.
     for bucket in plan_buckets((tensor.data for tensor in tensors), layout.plain):
-        own = bucket.pack(bucket.new_flat(bucket.wire_device))
-        flat = bucket.view(own.data.clone())
+        flat = bucket.pack(bucket.new_flat(bucket.wire_device))
         transport.broadcast(flat.data, source)
-        pairs = zip(own.views, flat.views, strict=True)
-        # Bytes, since NaN differs from itself.
-        replaced += sum(not torch.equal(*map(_bytes, pair)) for pair in pairs)
         if not keep:
             bucket.unpack_(flat)
-    return replaced
 
 
 def digest(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import Layout, kind_of
+from decent_optim_wrapper.wire.parameters import Named
 
 
 def extend_plan(
@@ -50,6 +51,12 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
         The buckets, ordered by their first tensor.
     """
     return tuple(Bucket(members, layout) for members in _fill(tensors, layout))
+
+
+def in_agreed_order(named: Sequence[Named], layout: Layout) -> list[Named]:
+    """Sort tensors into the layout's order, in which all ranks have the same names."""
+    places = layout.places(each.tensor for each in named)
+    return [each for _, each in sorted(zip(places, named, strict=True), key=itemgetter(0))]
 
 
 def saved_plan(buckets: Sequence[Bucket], params: Sequence[Tensor]) -> list[list[int]] | None:
