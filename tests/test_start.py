@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from dense import oracle
 from problem import flatten, make_params, sgd, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import (
     DecentOptimWrapper,
@@ -190,6 +192,44 @@ def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None
         return [optimizer.topology.local_world_size for optimizer in built]
 
     assert run_threads(6, main) == [[2, 2, 1, 3, 1]] * 6
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_constructor_that_waits_says_which_ranks_have_not_come(
+    is_elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where in ("start.start", "elastic.rendezvous"):
+        monkeypatch.setattr(f"decent_optim_wrapper.{where}.PATIENCE", 0.2)
+    # Counts the wrappers of a process, which all these ranks share.
+    monkeypatch.setattr("decent_optim_wrapper.elastic.rendezvous.key_prefix", lambda _: "one")
+    store, told = HashStore(), threading.Event()
+    texts: list[str] = []
+
+    def show(message: Warning | str, *_: object) -> None:
+        texts.append(str(message))
+        told.set()
+
+    monkeypatch.setattr("decent_optim_wrapper.comm.store.warn", show)
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        if rank in (1, 3):
+            assert told.wait(30)
+        options: dict[str, Any] = {"group": group}
+        if is_elastic:
+            options = {"elastic": Elastic(store=store, stale_after=60.0), "timeout": 40}
+            options |= {"rank": rank, "world_size": 4}
+        params = make_params()
+        optimizer = wrap(params, topology="ring", **options)
+        take_steps(optimizer, params, rank, range(3))
+        optimizer.global_avg(may_revert=False)
+        return flatten(params)
+
+    rows = run_threads(4, main)
+    assert len(texts) == 1
+    assert texts[0].startswith("rank 0: the constructor of DecentOptimWrapper still waits for")
+    assert "ranks [1, 3], which have not called it" in texts[0]
+    assert torch.equal(torch.stack(rows), rows[0].expand(4, -1))
+    assert not torch.equal(rows[0], flatten(make_params()))
 
 
 class Tilted(Topology):

@@ -15,12 +15,15 @@ from torch.distributed import DistError, DistStoreError
 
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
+from decent_optim_wrapper.warn import warn
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
+# After how long a constructor that waits for other ranks says so; longer than most imports take.
+PATIENCE = 60.0
 
 
 def cloned(store: Any) -> Any:
@@ -53,6 +56,34 @@ def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
             f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
             f"the process that holds it"
         ) from error
+
+
+def late_ranks(store: Any, rank: int, world_size: int) -> list[int]:
+    """The ranks that have made fewer parts of a store; none if a lower rank than this one sees it.
+
+    Args:
+        store: as for `own_part`.
+        rank: this rank, which has made its part.
+        world_size: number of ranks.
+    """
+    part, late = PrefixStore("decent_optim_wrapper", cloned(store)), []
+    own = part.add(f"made by {rank}", 0)
+    for each in range(world_size):
+        if part.add(f"made by {each}", 0) < own:
+            late.append(each)
+        elif each < rank:
+            return []
+    return late
+
+
+def warn_of(late: Sequence[int], rank: int) -> None:
+    """Warn of the ranks, if any, for which a constructor has waited for some time."""
+    if late:
+        warn(
+            f"rank {rank}: the constructor of DecentOptimWrapper still waits for ranks {late}, "
+            f"which have not called it; look there for an error or for slow loading, and call it "
+            f"on every rank, not under `if rank == 0`"
+        )
 
 
 class BoundedStore:

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.state_transfer import difference
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.store import PATIENCE, BoundedStore, warn_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
@@ -227,13 +227,17 @@ class Rendezvous:
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
-        begun, timeout = time.monotonic(), self._timeout
+        begun, timeout, tells = time.monotonic(), self._timeout, epoch == 1
         # How often a rank that comes back may wait for as long again.
         more = _NEWCOMER_TIMEOUTS - 1 if needs_state else 0
         while not self._store.check([_members_key(epoch)]):
             if self._heartbeat.is_replaced:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
+            if tells and time.monotonic() > begun + PATIENCE:
+                tells, present = False, self._present(epoch)
+                if present[0] == self.rank:
+                    warn_of(sorted({*self._everyone} - {*present}), self.rank)
             if late and more:
                 since = int(self._store.find("epoch") or 1)
                 hears = self._heartbeat.hears_members(self._others, since)

@@ -141,10 +141,11 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
         check_arguments(start.arguments)
         model = _check_model(start, inputs)
     arguments, settings = start.arguments, inputs.settings
-    if arguments.mesh is not None:
-        # Ranks that gossip along different dimensions would not find each other.
-        check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
-    transport, topology = _find_ranks(start, inputs.topology)
+    with start.naming_late_ranks():
+        if arguments.mesh is not None:
+            # Ranks that gossip along different dimensions would not find each other.
+            check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
+        transport, topology = _find_ranks(start, inputs.topology)
     recovery = _meet_in_store(start, topology, settings)
     transport = recovery.transport if recovery else transport
     with start.failing_together():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +21,9 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
+from decent_optim_wrapper.comm.store import PATIENCE, late_ranks, warn_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
@@ -111,6 +114,20 @@ class Start:
                     # The process group itself may be the error.
                     logger.debug("could not notify the other ranks of {!r}: {}", error, failure)
             raise
+
+    @contextmanager
+    def naming_late_ranks(self) -> Iterator[None]:
+        """Warn of ranks that have not come if the body, the first exchange, takes long."""
+        came = threading.Event()
+        in_background(lambda: self._name_late_ranks(came))
+        try:
+            yield
+        finally:
+            came.set()
+
+    def _name_late_ranks(self, came: threading.Event) -> None:
+        if not came.wait(PATIENCE) and (found := self.world).store is not None:
+            warn_of(late_ranks(found.store, found.rank, found.world_size), found.rank)
 
     def _notify_in_store(self, error: Exception) -> None:
         arguments = self.arguments
