@@ -18,7 +18,8 @@ from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.broadcast import digest
+from decent_optim_wrapper.wire.bucket import Bucket, members_of
 
 # How long a dropped wrapper waits for peers that must still launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
@@ -90,6 +91,8 @@ class Pipeline:
         self.bucket_of: dict[int, Bucket] = {}
         # Number of the next round.
         self.round = 0
+        # Digests of the parameters before the first load since the last round; usually empty.
+        self._before_load: dict[Tensor, int] = {}
         # What a loaded state leaves to the next step.
         self.pending = PendingResume()
         # The rate of the next rounds.
@@ -165,7 +168,20 @@ class Pipeline:
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        return self.announce(CollectiveCall.STEP, plan, number, age)
+        call = CollectiveCall.STEP
+        if self._before_load and self._has_loaded():
+            call = CollectiveCall.LOADED_WEIGHTS
+        return self.announce(call, plan, number, age)
+
+    def note_load(self) -> None:
+        """Remember what the parameters are before weights are loaded into the model."""
+        members = members_of(self.buckets)
+        self._before_load = self._before_load or {each: digest(each) for each in members}
+
+    def _has_loaded(self) -> bool:
+        """Return whether loading has changed any parameter since this rank began a round."""
+        before, self._before_load = self._before_load, {}
+        return any(digest(param) != value for param, value in before.items())
 
     def announce(
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
