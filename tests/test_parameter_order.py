@@ -185,7 +185,7 @@ def test_a_state_is_loaded_by_the_names_of_its_parameters() -> None:
 def test_states_of_parameters_in_other_orders_are_averaged_by_name() -> None:
     def state(by: int) -> tuple[dict[str, Any], list[str]]:
         model = make_model(by)
-        optimizer = wrapper(model, by, extensions=[OuterOptimizer(nesterov(0.5))])
+        optimizer = wrapper(model, by, extensions=extensions)
         train(optimizer, model, by, range(3))
         return optimizer.state_dict(), [name for name, _ in turned(model.named_parameters(), by)]
 
@@ -196,12 +196,18 @@ def test_states_of_parameters_in_other_orders_are_averaged_by_name() -> None:
             for place, name in enumerate(names)
         }
 
+    extensions = [OuterOptimizer(nesterov(0.5)), GradientTracking()]
     states = [state(by) for by in range(3)]
     found = Averaging(extensions=["outer_optimizer"]).of(
         {rank: each for rank, (each, _) in enumerate(states)}, 1
     )
-    by_rank = [rows(*each) for each in states]
-    for name, pair in rows(found, states[1][1]).items():
+    by_rank, averaged = [rows(*each) for each in states], rows(found, states[1][1])
+    model = make_model(9)
+    optimizer = wrapper(model, 2, extensions=extensions)
+    optimizer.load_state_dict(found)
+    for name, pair in rows(optimizer.state_dict(), states[2][1]).items():
+        assert all(map(torch.equal, pair, averaged[name]))
+    for name, pair in averaged.items():
         for place, value in enumerate(pair):
             expected = torch.stack([each[name][place] for each in by_rank]).mean(0)
             torch.testing.assert_close(value, expected)
@@ -219,7 +225,7 @@ def come_back(rank: int, world_size: int, store: Any, report: Report) -> list[li
         model=model,
         bucket_cap_mb=CAP_MB,
         elastic=Elastic(store=store),
-        extensions=[OuterOptimizer(nesterov(0.5))],
+        extensions=[OuterOptimizer(nesterov(0.5)), GradientTracking()],
     )
     report("joined", optimizer.round)
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):

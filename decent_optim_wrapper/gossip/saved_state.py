@@ -149,7 +149,10 @@ def _rearranged(
         state["launch_snapshot"] = arrange(state["launch_snapshot"], params)
     if "extensions" in state:
         state["extensions"] = {
-            name: {**each, "params": arrange(each["params"], params)} if "params" in each else each
+            name: {**each, "params": arrange(each["params"], params)}
+            # Some have none, because it belongs to another rank.
+            if "params" in (each or ())
+            else each
             for name, each in state["extensions"].items()
         }
     if "references" in state and coded:

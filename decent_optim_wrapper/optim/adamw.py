@@ -40,6 +40,9 @@ class AdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: a number is out of range.
+
+    Attributes:
+        members: n of the groups whose `ranks` is None; None if no wrapper has set it.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class AdamW(torch.optim.AdamW):
         ranks: int | None = None,
         **options: Any,
     ) -> None:
-        self._members: int | None = None
+        self.members: int | None = None
         super().__init__(params, lr, **options)
         # Torch's constructor makes the defaults. It has added the groups already.
         self.defaults["ranks"] = ranks
@@ -77,7 +80,7 @@ class AdamW(torch.optim.AdamW):
         Args:
             count: number of ranks that average parameters.
         """
-        self._members = count
+        self.members = count
 
     def _init_group(  # type: ignore[override]
         self,
@@ -89,7 +92,7 @@ class AdamW(torch.optim.AdamW):
     ) -> Any:
         """Collect what a step of torch's AdamW reads, with b in place of the gradients."""
         result = super()._init_group(group, params, grads, exp_avgs, *others)
-        ranks = group["ranks"] or self._members or _world_size()
+        ranks = group["ranks"] or self.members or _world_size()
         if ranks > 1 and params:
             grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
         return result
