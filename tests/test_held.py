@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import CAP_MB, batch, fill, make_model, sgd
+from modules import CAP_MB, backward, batch, fill, flat, make_model, sgd
 from modules import wrap as wrap_module
-from problem import flatten, make_params, wrap
+from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
+from test_recalibration import built_from_one_seed
 from torch import Tensor, nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 
@@ -275,6 +276,65 @@ def test_buffers_that_change_their_shapes_are_averaged_in_the_shapes_they_have(w
             torch.testing.assert_close(model.observer.min_val, means[0])
 
     run_threads(2, main)
+
+
+class Spectral(nn.Module):
+    """Both spectral norms of torch, and a unit vector in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 16))
+        self.second = nn.utils.spectral_norm(nn.Linear(16, 16))
+        self.vector_u = nn.Parameter(torch.ones(1, 4) / 2, requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(inputs).tanh())
+        return out
+
+
+def test_unit_vectors_stay_so_that_the_averaged_spectral_norms_are_about_one() -> None:
+    def main(rank: int, group: dist.ProcessGroup, names: bool) -> None:
+        model = built_from_one_seed(Spectral)
+        base = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options: dict[str, Any] = {"model": model} if names else {}
+        options |= {"buffers": model.buffers(), "topology": "ring", "bucket_cap_mb": 1e-4}
+        optimizer = wrap([], group, base, **options)
+        assert len(optimizer.buckets) >= 2
+        for step in range(8):
+            inputs = batch(rank, step, dtype=torch.float32)
+            optimizer.zero_grad()
+            backward((model(inputs) - rank).square().mean())
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model.vector_u.copy_(torch.eye(4)[rank : rank + 1])
+            # As good a pair of singular vectors.
+            for vector in model.buffers():
+                vector.mul_((-1) ** rank)
+            own = {name: value.clone() for name, value in model.named_buffers()}
+            moved = flat(model)
+            with optimizer.averaged():
+                assert not torch.equal(flat(model), moved)
+                model(inputs)
+                norms = [torch.linalg.matrix_norm(m.weight, 2) for m in (model.first, model.second)]
+                assert all(0.9 < norm < 1.5 for norm in norms), norms
+                assert torch.equal(model.vector_u[0], torch.eye(4)[rank])
+        assert all(torch.equal(value, own[name]) for name, value in model.named_buffers())
+
+    for names in (True, False):
+        run_threads(4, partial(main, names=names))
+
+
+def test_a_vector_of_another_length_is_averaged() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+        params, buffer = make_params(), 1.01 * torch.eye(2)[rank]
+        optimizer = wrap(params, group, buffers=[buffer], sync_at_start=False)
+        take_steps(optimizer, params, rank, range(1))
+        with optimizer.averaged():
+            return buffer.tolist()
+
+    for row in run_threads(2, main):
+        assert row == pytest.approx([0.505, 0.505])
 
 
 def test_a_buffer_that_was_replaced_in_inference_mode_is_averaged() -> None:

@@ -23,8 +23,8 @@ from decent_optim_wrapper.wire.plan import plan_buckets
 
 # In place of a number of a tensor on this rank, which is not negative.
 _LEFT_OUT = -1
-# What `_mark` says of a tensor with NaN.
-_HAS_NAN = 1
+# What `_mark` says of a tensor without infinities.
+_IS_DIRECTION, _HAS_NAN = 1, 2
 
 
 class Averaged(NamedTuple):
@@ -108,6 +108,17 @@ class HeldTensors:
         return found
 
 
+def is_direction(tensor: Tensor) -> bool:
+    """Return whether this is a vector of length 1, such as the vectors of spectral norms.
+
+    The mean of several directions is shorter, and may point anywhere.
+    """
+    values = as_real(tensor)
+    is_vector = 2 <= values.numel() == max(values.shape, default=1)
+    tolerance = max(torch.finfo(values.dtype).eps, 1e-6)
+    return is_vector and abs(float(values.double().norm()) - 1) <= tolerance
+
+
 def _without_repeats(tensor: Tensor) -> Tensor:
     """A view with each element once: torch writes nothing into a tensor made by `expand`."""
     if isinstance(tensor, DTensor) or 0 not in tensor.stride():
@@ -148,7 +159,7 @@ def _mark(named: Named) -> int:
     values = as_real(named.tensor)
     if values.isnan().any():
         return _HAS_NAN
-    return digest(values.where(values.isinf(), 0.0))
+    return _IS_DIRECTION if is_direction(values) else digest(values.where(values.isinf(), 0.0))
 
 
 def _counting(
@@ -158,11 +169,12 @@ def _counting(
     rows, refused = list[tuple[Named, tuple[bool, ...]]](), list[tuple[str, list[int]]]()
     for named, marks in _agree(held, transport, _mark) if held else ():
         alike = len({*marks}) == 1 and _HAS_NAN not in marks
-        ranks = tuple(alike or not nonfinite.checks or mark == 0 for mark in marks)
+        ranks = tuple(alike or not nonfinite.checks or mark <= _IS_DIRECTION for mark in marks)
         if not all(ranks):
             bad = [transport.members[place] for place, counts in enumerate(ranks) if not counts]
             refused.append((f"{named.kind} {named.name}", bad))
-        rows.append((named, ranks if any(ranks) else ()))
+        only_directions = {*marks} & {0, _IS_DIRECTION} == {_IS_DIRECTION}
+        rows.append((named, () if only_directions or not any(ranks) else ranks))
     count = torch.tensor(len(refused), device="cpu")
     replica.sum_(count)
     if count and nonfinite.on_nonfinite == "raise":
