@@ -97,11 +97,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             `state_dict()` of the model and of the wrapper mix the round in flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
-            ones. A buffer that a forward pass replaces by another tensor of its shape is found by
-            its name in `model`; without `model` it is left out.
-        sync_at_start: broadcast parameters and buffers from rank 0. Weights that only another rank
-            has loaded are lost, with a warning. With False, averages include floating-point frozen
-            parameters that were not the same on all ranks at the first average.
+            ones in the shapes that they have then, unless only some ranks have this shape, or all
+            have a vector of length 1. A buffer that a forward pass replaces by another tensor is
+            found by its name in `model`; without `model` it is left out.
+        sync_at_start: broadcast parameters and buffers from rank 0, and all else that `model`
+            holds. Weights that only another rank has loaded are lost, with a warning.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
             bytes per parameter), torch.int8 or torch.float8_e4m3fn (1.016), torch.int4 (0.516), or
             a `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding, a rank in a pair
@@ -128,7 +128,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
         gossip_dim: the name of the mesh dimension along which replicas gossip.
         model: the model that the parameters belong to. It is needed if parameters are sharded, with
-            ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer.
+            ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer. What else
+            it holds starts as on rank 0, except for tensors that other ranks hold in another shape,
+            or not at all. Its frozen parameters are averaged as `buffers` are.
         extensions: instances of `Extension`, which take part in the rounds, in any order:
             `GradientTracking`, `OuterOptimizer`, `StateAverage` and `StateGossip`, which are
             copied, and your own.
@@ -374,20 +376,20 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def global_avg(self, may_revert: bool = True) -> None:
         """Replace the parameters by their average over all ranks; collective.
 
-        The floating-point tensors in `buffers` are averaged, too. If no `revert_global_avg()` comes
-        before the next `step()`, that step keeps the average and drops the snapshot and the round
-        in flight.
+        The floating-point tensors in `buffers` and frozen parameters are averaged, too, if they
+        differ between ranks. If no `revert_global_avg()` comes before the next `step()`, that step
+        keeps the average and drops the snapshot and the round in flight.
 
         Args:
             may_revert: keep a snapshot for `revert_global_avg()`, which is one copy of the
                 parameters.
 
         Raises:
-            NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. If
-                the round in flight contains them, the next `step()` raises, too, unless
-                `load_state_dict()` drops that round. With ``may_revert=False`` the error is also
-                raised if momenta that should be averaged are not finite; the parameters are then
-                averaged, the momenta are not.
+            NonFiniteError: a rank has NaN or infinity in its parameters, or in a buffer where
+                others have other values; nothing was averaged. If the round in flight contains
+                them, the next `step()` raises, too, unless `load_state_dict()` drops that round.
+                With ``may_revert=False`` the error is also raised if momenta that should be
+                averaged are not finite; the parameters are then averaged, the momenta are not.
             PeerError: a rank was lost.
             CallOrderError: a rank is in another method.
         """

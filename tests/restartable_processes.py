@@ -115,8 +115,12 @@ def train(
     caught: list[str] = []
     meeting = make_store(rank) if make_store else store
     lives = store.add(f"lives of rank {rank}", 1) if averages else 1
-    held = [*params, torch.nn.Parameter(FROZEN * lives, requires_grad=False)]
-    optimizer = wrap_elastic(held, rank, world_size, meeting, changes, refuses == rank, **options)
+    frozen = torch.nn.Parameter(FROZEN * lives, requires_grad=False)
+    held = [*params, frozen]
+    if averages:
+        # The optimizer does not hold it.
+        options["model"] = torch.nn.ParameterDict({"frozen": frozen})
+    optimizer = wrap_elastic(params, rank, world_size, meeting, changes, refuses == rank, **options)
     report("joined", optimizer.round)
 
     def attempt(action: Callable[[], object]) -> None:

@@ -139,6 +139,8 @@ def test_what_cannot_be_averaged_is_that_of_the_nearest_rank() -> None:
             **{"epoch": rank, "random": torch.tensor([rank], dtype=torch.uint8), "best": rank / 2},
             **{"half": torch.tensor(rank / 2, dtype=torch.bfloat16), "flags": (True, None)},
             **{"phase": torch.tensor([1j * rank]), "least": torch.tensor(torch.inf)},
+            # As of a spectral norm: their mean is shorter.
+            "weight_u": torch.eye(3)[rank],
         }
         for rank in range(3)
     ]
@@ -149,6 +151,8 @@ def test_what_cannot_be_averaged_is_that_of_the_nearest_rank() -> None:
         assert mean["half"].dtype is torch.bfloat16
         assert (mean["phase"].item(), mean["least"].item()) == (1j, torch.inf)
         assert mean["flags"] == (True, None)
+        assert mean["weight_u"].argmax() == own
+        assert mean["weight_u"].norm() == 1
     assert averaging.Averaging().of({0: "low", 2: "high"}, rank=1) == "low"
 
 

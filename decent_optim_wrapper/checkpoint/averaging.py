@@ -8,6 +8,7 @@
   the nearest rank, because averages of the parts would not fit together.
 - The highest round is kept, and the state of extensions that do not belong to a rank. References
   and the round in flight are dropped: mixing does not move the mean.
+- Vectors of length 1 on all ranks, as of spectral norms, are taken from the nearest rank.
 - NaN and infinity are kept if all ranks have them, as in a mask. If only some ranks do, it is an
   error: the average would spread them to all.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.saved_state import renumbered
 from decent_optim_wrapper.optim.counters import COUNTERS
+from decent_optim_wrapper.wire.held import is_direction
 
 _NUMBERS = (bool, int, float, str, type(None))
 # A dict with these keys is the state of a gossip, wherever it is.
@@ -132,8 +134,10 @@ class Averaging:
         key = (own.data_ptr(), own.shape, own.stride(), own.dtype)
         if key not in self._done:
             alike = {rank: each for rank, each in by_rank.items() if _is_alike(each, own)}
-            has_fractions = own.is_floating_point() or own.is_complex()
-            mean = self._mean(alike, name) if alike and has_fractions else own.detach().clone()
+            has_mean = alike and (own.is_floating_point() or own.is_complex())
+            if has_mean and all(map(is_direction, alike.values())):
+                has_mean = False
+            mean = self._mean(alike, name) if has_mean else own.detach().clone()
             self._done[key] = mean.to(self.device)
         return self._done[key]
 

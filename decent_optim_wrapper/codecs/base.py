@@ -145,4 +145,5 @@ def is_finite_on_device(values: Tensor) -> Tensor:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values are computed before coding: float64 for float64, else float32."""
-    return torch.promote_types(dtype, torch.float32)
+    # Torch promotes no dtype of 8 bits.
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)

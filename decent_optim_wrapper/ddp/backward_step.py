@@ -14,11 +14,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
-from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.start.owners import OWNERS
 from decent_optim_wrapper.start.setup import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
+from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -31,7 +30,8 @@ class BackwardOptimizer(DecentOptimWrapper):
         optimizer: the base.
         model: the model, with its parameters in the order of the forward pass. Those that are not
             in the base also start the same on all ranks.
-        average_buffers: whether `global_avg` averages the floating-point buffers of the model.
+        average_buffers: whether `global_avg` averages the floating-point buffers of the model, and
+            frozen parameters that differ between ranks.
         ignored: the ids of the parameters and buffers that the ranks do not share.
         parts: objects whose state belongs to the training, such as a scheduler.
         at_end: send all buckets at the end of a backward pass.
@@ -48,19 +48,14 @@ class BackwardOptimizer(DecentOptimWrapper):
         at_end: bool = False,
         **options: Any,
     ) -> None:
-        known = {*map(id, params_of(optimizer)), *ignored}
-        buffers = [b for b in model.named_buffers() if id(b[1]) not in ignored]
-        others = [Named("parameter", *pair) for pair in model.named_parameters()]
-        carried = [each for each in others if id(each.tensor) not in known]
-        if not average_buffers:
-            carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
             in_backward=True,
-            carried=tuple(carried),
+            ignored=ignored,
             parts=tuple(parts),
             at_end=at_end,
+            averages_frozen=average_buffers,
         )
-        averaged = [buffer for _, buffer in buffers if average_buffers]
+        averaged = [b for b in model.buffers() if average_buffers and id(b) not in ignored]
         super().__init__(optimizer, model=model, buffers=averaged, **options)
 
     @property

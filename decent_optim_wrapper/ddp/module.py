@@ -72,7 +72,8 @@ class DecentralizedDataParallel(Module):
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
             None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
             whose weights cuDNN keeps in a storage of their own.
-        sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
+        sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers, and frozen
+            parameters that differ between ranks.
         bucket_size_in_mb: upper bound of a bucket in MiB; None as in `DecentOptimWrapper`.
         update_in_backward: False clips, updates and mixes at the end of the backward pass, with all
             gradients at once. If the base's update is not known to be per parameter, or the base

@@ -31,8 +31,9 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
+from decent_optim_wrapper.wire.held import HeldTensors
 from decent_optim_wrapper.wire.layout import Layout
-from decent_optim_wrapper.wire.parameters import Named, named_parameters
+from decent_optim_wrapper.wire.parameters import named_parameters
 from decent_optim_wrapper.wire.plan import in_agreed_order
 
 Result = TypeVar("Result")
@@ -45,19 +46,17 @@ class HandOver:
     Args:
         optimizer: the base.
         gossip: the gossip of its parameters.
-        others: further tensors to send.
+        held: further tensors to send, if all ranks hold them.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
-        put_back: function that makes the model hold these tensors if it has replaced them.
         takeovers: how often this rank has received its state from others.
     """
 
     optimizer: Optimizer
     gossip: Gossip
-    others: Sequence[Named]
+    held: HeldTensors
     parts: Sequence[Any]
     layout: Layout
-    put_back: Callable[[], None]
     takeovers: int = 0
 
     def __call__(self, donor: int, takes: bool) -> None:
@@ -67,11 +66,10 @@ class HandOver:
             donor: the position of the sender among the members.
             takes: whether this rank needs the state; otherwise it ignores what it receives.
         """
-        self.put_back()
         pipeline = self.gossip.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
-        named = [*named_parameters(self.optimizer.param_groups), *self.others]
-        tensors = [each.tensor for each in in_agreed_order(named, self.layout)]
+        named = in_agreed_order(named_parameters(self.optimizer.param_groups), self.layout)
+        tensors = [n.tensor for n in (*named, *self.held.on_all_ranks(transport, donor))]
         if transport.rank == donor:
             # The members may meet in the middle of its forward pass.
             tensors = self.gossip.early.restored(tensors)

@@ -12,6 +12,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
+from decent_optim_wrapper.wire.held import Averaged
 from decent_optim_wrapper.wire.mean import average
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
@@ -24,23 +25,22 @@ class WorldAverage:
         pipeline: has the buckets of the parameters, and connects the ranks.
         replica: the ranks of a replica, which is left out as a whole if one of them has values that
             are not finite.
-        extra: collective function that returns the buckets of further tensors to average.
-        put_back: function that makes a model hold these tensors if it has replaced them.
+        extra: collective function that returns further tensors to average.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         replica: Replica,
-        extra: Callable[[Transport], Sequence[Bucket]],
-        put_back: Callable[[], None],
+        extra: Callable[[Transport], Averaged],
     ) -> None:
         self._pipeline = pipeline
         self._replica = replica
         self._extra = extra
-        self._put_back = put_back
         # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
+        # What is averaged besides the parameters; nothing if no average is in place.
+        self._further = Averaged()
         # The norms of the averaged parameters, by bucket.
         self._norms: list[Tensor] = []
 
@@ -57,15 +57,15 @@ class WorldAverage:
             # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
         self._replica.reshard()
-        self._put_back()
         pipeline, transport = self._pipeline, self._pipeline.session.transport
-        buckets = [*pipeline.buckets, *self._extra(transport)]
-        nonfinite, where = pipeline.policy.nonfinite, "global_avg()"
-        finite = finite_shares(buckets, transport, nonfinite, where, "parameters", self._replica)
+        params, nonfinite, where = pipeline.buckets, pipeline.policy.nonfinite, "global_avg()"
+        finite = finite_shares(params, transport, nonfinite, where, "parameters", self._replica)
+        self._further = self._extra(transport)
+        rows = [*zip(params, finite, strict=True), *self._further.buckets]
         if may_revert:
-            self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
+            self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket, _ in rows]
         try:
-            for bucket, shares in zip(buckets, finite, strict=True):
+            for bucket, shares in rows:
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
             self._norms = [norms_of(bucket) for bucket in pipeline.buckets] if may_revert else []
@@ -113,10 +113,10 @@ class WorldAverage:
                 f"expects an average in place: call global_avg() first, and revert before step()"
             )
         self._replica.reshard()
-        self._put_back()
+        self._further.put_back()
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
-        self.snapshot = None
+        self.keep()
         if flying := self._pipeline.in_flight:
             flying.watch_again()
 
@@ -143,7 +143,7 @@ class WorldAverage:
 
     def keep(self) -> None:
         """Accept the average as this rank's values and free the snapshot."""
-        self.snapshot = None
+        self.snapshot, self._further = None, Averaged()
 
 
 def finite_shares(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from types import NoneType
 from typing import Any, NamedTuple
@@ -41,24 +42,19 @@ from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
-from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.held import HeldTensors
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
-    HeldBuffers,
     Named,
     check_dense,
     check_shards,
     check_tensors,
     named_buffers,
+    named_in,
     named_parameters,
 )
-from decent_optim_wrapper.wire.plan import (
-    bucket_bytes,
-    extend_plan,
-    in_agreed_order,
-    plan_buckets,
-)
+from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, in_agreed_order
 
 # Read once: it takes a third of a millisecond.
 __version__ = version("decent-optim-wrapper")
@@ -70,17 +66,18 @@ class ModuleExtras:
 
     Args:
         in_backward: whether buckets are filled in the order of a backward pass.
-        carried: further tensors that start the same on all ranks, and that a restarted rank
-            receives.
+        ignored: the ids of the parameters and buffers of the model that the ranks do not share.
         parts: objects whose `state_dict` a restarted rank receives.
         at_end: whether buckets are sent at the end of the backward pass. If the forward pass waits
             for each of them, it fills them in its own order.
+        averages_frozen: whether averages include frozen parameters outside of the optimizer.
     """
 
     in_backward: bool = False
-    carried: tuple[Named, ...] = ()
+    ignored: Collection[int] = ()
     parts: tuple[Any, ...] = ()
     at_end: bool = False
+    averages_frozen: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +109,16 @@ class _Model(NamedTuple):
     Args:
         parameters: the base's parameters.
         buffers: the user's buffers.
-        others: the buffers, and the additions of a module that contains the wrapper.
+        others: the buffers and, in a module that contains the wrapper, all that it holds.
+        held: all that the model holds besides the base's parameters, and the buffers; what is not
+            in `others` may differ between ranks.
         replica: the ranks that together hold one copy of the model.
     """
 
     parameters: list[Named]
     buffers: list[Named]
     others: list[Named]
+    held: list[Named]
     replica: Replica
 
 
@@ -210,14 +210,26 @@ def _meet_in_store(start: Start, topology: Topology, settings: Settings) -> Reco
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
     """Name the tensors, and check that they can be exchanged."""
-    buffers = named_buffers(inputs.buffers)
-    others = [*buffers, *inputs.extras.carried]
-    check_dense(others)
-    parameters = named_parameters(inputs.optimizer.param_groups)
     instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
     replica = start.replica(inputs.model)
+    replica.reshard()
+    in_model = named_in(inputs.model)
+    buffers = named_buffers(inputs.buffers, {id(each.tensor): each.name for each in in_model})
+    parameters = named_parameters(inputs.optimizer.param_groups)
+    known = {*(id(n.tensor) for n in (*parameters, *buffers)), *inputs.extras.ignored}
+    rest = [each for each in in_model if id(each.tensor) not in known]
+    in_module = inputs.extras.in_backward
+    others = [*buffers, *(rest if in_module else ())]
+    check_dense(others)
     _check_parameters(parameters, others, replica, inputs.settings)
-    return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
+    held = [*others]
+    for each in () if in_module else rest:
+        # What gossip cannot exchange stays as it is.
+        with suppress(TypeError, ValueError):
+            check_dense([each])
+            check_shards([each], replica, as_view=False)
+            held.append(each)
+    return _Model(parameters=parameters, buffers=buffers, others=others, held=held, replica=replica)
 
 
 def _check_parameters(
@@ -260,7 +272,7 @@ class Setup:
         self.process_group = start.process_group
         self.replica = model.replica
         self.recovery = recovery
-        self._held = HeldBuffers(inputs.model, model.others)
+        self._held = HeldTensors(model.held, inputs.model)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
         in_backward = extras.in_backward and not (mixes_early and extras.at_end)
         self._policy = policy = RoundPolicy(
@@ -279,13 +291,13 @@ class Setup:
             order=tuple if ordered is None else partial(_params_of, ordered, in_backward),
             copies=model.replica.copies,
         )
-        floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
-        self._buffers = plan_buckets(floating, self._layout.plain)
-        found = () if settings.sync_at_start else in_agreed_order(model.parameters, self._layout)
-        floating = (t for _, _, t in found if t.is_floating_point() or t.is_complex())
-        # A bucket of each frozen parameter that may differ. They stay the same when parameters are
-        # unfrozen later: a rank that comes back makes them anew.
-        self._frozen = [Bucket([t], self._layout.plain) for t in floating if not t.requires_grad]
+        # The parameters that are frozen now: a rank that comes back makes them anew.
+        fixed = model.parameters + (model.held if extras.averages_frozen else [])
+        frozen = (n for n in fixed if n.kind == "parameter" and not n.tensor.requires_grad)
+        extra = ((n, n.tensor.dtype) for n in (*model.buffers, *frozen))
+        # Torch does not add values of 8 bits.
+        real = [n for n, d in extra if (d.is_floating_point or d.is_complex) and d.itemsize > 1]
+        self._averaged = HeldTensors(real, inputs.model)
         inputs.extensions.attach(
             ExtensionContext(
                 rank=transport.initial_rank,
@@ -350,7 +362,7 @@ class Setup:
         replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
         if self._settings.sync_at_start and late:
-            self._broadcast(late, transport)
+            self._broadcast(in_agreed_order(late, self._layout), transport)
         self._plan(pipeline, parameters)
 
     def _plan(self, pipeline: Pipeline, parameters: Sequence[Named]) -> None:
@@ -368,28 +380,19 @@ class Setup:
         own = session.transport.initial_rank
         local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
         pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
-        average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
+        options = (self._layout.plain, self._policy.nonfinite, model.replica)
+        extra = partial(self._averaged.to_average, *options)
+        average = WorldAverage(pipeline, model.replica, extra)
         return Gossip(pipeline, local, average, model.replica, members=self.recovery)
-
-    @cached_property
-    def _digests(self) -> Tensor:
-        digests = [digest(bucket.members[0]) for bucket in self._frozen]
-        return torch.tensor(digests, dtype=torch.int64, device="cpu")
-
-    def _extra(self, transport: Transport) -> list[Bucket]:
-        """The buckets that are averaged in addition to the trained parameters; collective."""
-        # Not at the start: a rank that comes back has received the values of the others since.
-        frozen, own = self._frozen, self._digests
-        same = (transport.all_gather(own) == own).all(dim=0).tolist() if frozen else []
-        differing = [b for b, is_same in zip(frozen, same, strict=True) if not is_same]
-        return [*self._buffers, *differing]
 
     def start_from_same_values(self, gossip: Gossip) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
         parameters, recovery, pipeline = self._model.parameters, self.recovery, gossip.pipeline
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
-            self._broadcast([*parameters, *self._model.others], pipeline.session.transport)
+            transport = pipeline.session.transport
+            held = self._held.on_all_ranks(transport)
+            self._broadcast([*in_agreed_order(parameters, self._layout), *held], transport)
         gossip.local_update.know(parameters)
         self._plan(pipeline, parameters)
         if takes:
@@ -402,7 +405,6 @@ class Setup:
             ValueError: without names, a rank has the values of rank 0 in another order; raised on
                 all ranks, of which none has changed its values.
         """
-        named = in_agreed_order(named, self._layout)
         own = [digest(each.tensor) for each in named]
         rows = transport.all_gather(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
         first, members = rows[0], transport.members
@@ -440,10 +442,9 @@ class Setup:
         hand_over = HandOver(
             optimizer=inputs.optimizer,
             gossip=gossip,
-            others=self._model.others,
+            held=self._held,
             parts=inputs.extras.parts,
             layout=self._layout,
-            put_back=self._held.put_back,
         )
         recovery.begin(gossip, hand_over)
         return hand_over

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decent_optim_wrapper.mesh.replica import Replica
@@ -52,8 +53,12 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
     return named
 
 
-def named_buffers(buffers: Any) -> list[Named]:
-    """The buffers, with numbers as names.
+def named_buffers(buffers: Any, names: Mapping[int, str]) -> list[Named]:
+    """The buffers, with their names in the model, or numbers.
+
+    Args:
+        buffers: the buffers.
+        names: the names of tensors of the model, by id.
 
     Raises:
         TypeError: `buffers` is not an iterable of tensors.
@@ -61,36 +66,19 @@ def named_buffers(buffers: Any) -> list[Named]:
     if isinstance(buffers, Tensor) or not isinstance(buffers, Iterable):
         kind = "a single one" if isinstance(buffers, Tensor) else repr(buffers)
         raise TypeError(f"buffers expects several tensors (model.buffers()), got {kind}")
-    named = [Named("buffer", str(number), tensor) for number, tensor in enumerate(buffers)]
+    named = [Named("buffer", names.get(id(each), str(n)), each) for n, each in enumerate(buffers)]
     for each in named:
         if not isinstance(each.tensor, Tensor):
             raise TypeError(f"buffers expects tensors (model.buffers()), got {each.tensor!r}")
     return named
 
 
-class HeldBuffers:
-    """Buffers that the forward pass of a model may replace by new tensors.
-
-    Args:
-        model: the model; None if it is not known.
-        named: the buffers that the gossip knows.
-    """
-
-    def __init__(self, model: nn.Module | None, named: Iterable[Named]) -> None:
-        known = {id(each.tensor) for each in named}
-        modules = [] if model is None else model.modules()
-        held = ((module, *item) for module in modules for item in module._buffers.items())
-        self._places = [(m, name, b) for m, name, b in held if b is not None and id(b) in known]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Let the model hold the known tensors again, with the values of the new ones."""
-        for module, name, known in self._places:
-            new = module._buffers.get(name)
-            if new is None or new is known:
-                continue
-            if (new.shape, new.dtype, new.device) == (known.shape, known.dtype, known.device):
-                module._buffers[name] = known.copy_(new)
+def named_in(model: nn.Module | None) -> list[Named]:
+    """All parameters and buffers of a model with their names; none without a model."""
+    if model is None:
+        return []
+    named = [Named("parameter", *pair) for pair in model.named_parameters()]
+    return named + [Named("buffer", *pair) for pair in model.named_buffers()]
 
 
 def check_tensors(named: Sequence[Named]) -> None:
@@ -126,8 +114,11 @@ def check_dense(named: Sequence[Named]) -> None:
                 f"leave it out of the optimizer and wrap that in a DecentOptimWrapper, which "
                 f"exchanges only the parameters of the optimizer and the buffers passed to it"
             )
-        if each.tensor.layout != torch.strided or each.tensor.is_meta:
-            kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
+        is_strided, is_odd = each.tensor.layout == torch.strided, is_lazy(each.tensor)
+        is_odd |= each.tensor.is_meta or each.tensor.is_quantized
+        if is_odd or not is_strided:
+            kind = "lazy or quantised" if is_strided else f"{each.tensor.layout}"
+            kind = "on the meta device" if each.tensor.is_meta else kind
             raise ValueError(
                 f"expected dense {each.kind}s with values, but {each.kind} {each.name} is {kind}; "
                 f"materialise the model (to_empty, to_dense) before building the wrapper"
