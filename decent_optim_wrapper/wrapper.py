@@ -94,7 +94,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             is "forward" with `model`, and True without it, with `mesh`, or with `StateAverage` or
             another extension that is collective. With "forward", code that reads parameters between
             `step()` and the forward pass sees them before the mixing: call `synchronize()` first.
-            `state_dict()` of the model and of the wrapper mix the round in flight.
+            With True and copies, others may change parameters between two steps, but not in place
+            through ``.data``, which is not noticed. `state_dict()` of the model and of the wrapper
+            mix the round in flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones in the shapes that they have then, unless only some ranks have this shape, or all

@@ -167,10 +167,7 @@ def test_an_average_that_is_put_in_place_and_out_again_is_no_change(
         optimizer.synchronize()
         return flatten(params)
 
-    with_looks, without = (
-        run_threads(3, lambda rank, group, looks=looks: main(rank, group, looks))
-        for looks in (True, False)
-    )
+    with_looks, without = (run_threads(3, partial(main, looks=looks)) for looks in (True, False))
     assert all(map(torch.equal, with_looks, without))
 
 
@@ -209,8 +206,9 @@ def test_an_embedding_that_renormalises_in_its_forward_pass_moves_the_mean_by_th
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        values = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-        embedding = nn.Embedding.from_pretrained(values, freeze=False, max_norm=1.0)
+        values = nn.Parameter(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        embedding = nn.Embedding(6, 5, max_norm=1.0)
+        embedding.weight = values
         params = [*embedding.parameters(), *make_params()]
         base = torch.optim.SGD(params, lr=0.1)
         optimizer = wrap(params, group, base, topology=topology, overlap=True)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
-from decent_optim_wrapper.start.owners import OWNERS
+from decent_optim_wrapper.start.owners import has_newer
 from decent_optim_wrapper.start.setup import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
@@ -93,7 +93,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         Raises:
             RuntimeError: one does, and this backward pass would make a step here, too.
         """
-        if not OWNERS.is_newest(self._gossip):
+        if has_newer(self._gossip):
             raise RuntimeError(
                 f"rank {self.rank}: expected backward passes of the newest wrapper of these "
                 f"parameters only, but an older DecentralizedDataParallel still exists, of which "

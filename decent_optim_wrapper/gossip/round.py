@@ -15,7 +15,7 @@ from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket, changed_since
-from decent_optim_wrapper.wire.exchange import HEADER_TAG, Exchange, Wire
+from decent_optim_wrapper.wire.exchange import HEADER_TAG, Exchange, PlainExchange, Wire
 from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
@@ -93,10 +93,9 @@ class Round:
         # The stamps of the buckets whose parameters must not be changed by hand meanwhile, and of
         # those whose parameters may be.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
-        self._watched: dict[Bucket, tuple[int, ...]] = {}
-        pacing = policy.pacing
-        waits = pacing.mixes_in_step(header.round)
-        self._watches = not (waits or pacing.mixes_early or pacing.needs_snapshot)
+        self._watched: dict[Bucket, tuple[PlainExchange, tuple[int, ...]]] = {}
+        mixes_now = policy.pacing.mixes_early or policy.pacing.mixes_in_step(header.round)
+        self._watches = not (mixes_now or policy.pacing.needs_snapshot)
 
     def open(self, age: int) -> Round:
         """Begin to exchange headers with the group.
@@ -149,10 +148,10 @@ class Round:
             early = self._policy.pacing.mixes_early and is_own and not bucket.is_sharded
             if not keeps and (early or bucket.is_sent_in_place):
                 self._stamps[bucket] = bucket.stamps
-            elif self._watches and is_own and exchange.mixes_present:
+            elif self._watches and is_own and isinstance(exchange, PlainExchange):
                 if bucket.changes_in_flight is not False:
                     exchange.keep_sent()
-                self._watched[bucket] = bucket.stamps
+                self._watched[bucket] = exchange, bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)
             if self._policy.pacing.mixes_early and not exchange.has_own_flag:
@@ -284,23 +283,22 @@ class Round:
     @property
     def is_outdated(self) -> bool:
         """True if parameters have changed since the launch, as far as that is noticed."""
-        stamps = [*self._stamps.items(), *self._watched.items()]
-        return any(bucket.stamps != before for bucket, before in stamps)
+        watched = {bucket: stamps for bucket, (_, stamps) in self._watched.items()}
+        return any(b.stamps != stamps for b, stamps in (self._stamps | watched).items())
 
     def changed_in_flight(self) -> Sequence[Tensor]:
         """Note what others have changed since the launch; return what must not have been."""
         changed: list[Tensor] = []
         for bucket, stamps in self._stamps.items():
-            if bucket.stamps != stamps:
-                changed += changed_since(stamps, bucket)
-        for bucket, stamps in self._watched.items():
+            changed += changed_since(stamps, bucket)
+        for bucket, (exchange, stamps) in self._watched.items():
             if bucket.stamps != stamps or bucket.changes_in_flight is None:
-                changed += self._exchanges[bucket].note_changes(stamps)
+                changed += exchange.note_changes(stamps)
         return changed
 
     def watch_again(self) -> None:
         """Do not take for a change that an average was in place since the last check."""
-        self._watched = {bucket: bucket.stamps for bucket in self._watched}
+        self._watched = {b: (exchange, b.stamps) for b, (exchange, _) in self._watched.items()}
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -31,11 +30,11 @@ class StepGate:
     @classmethod
     def of(cls, optimizer: Optimizer, user: Any, rank: int) -> StepGate:
         """The gate of a base, which is in force as long as `user` exists."""
-        inner = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+        held = (optimizer, *vars(optimizer).values())
         # A base that skips Optimizer.__init__ has no hook tables.
-        hooked = [each for each in (optimizer, *inner) if _HOOKS in vars(each)]
-        found = chain.from_iterable(vars(each)[_HOOKS].values() for each in hooked)
-        gate = next((each for each in found if isinstance(each, cls)), None)
+        hooked = [each for each in held if isinstance(each, Optimizer) and _HOOKS in vars(each)]
+        found = (hook for each in hooked for hook in vars(each)[_HOOKS].values())
+        gate = next((hook for hook in found if isinstance(hook, cls)), None)
         if gate is None:
             gate = cls(rank)
             for each in hooked:

@@ -22,10 +22,7 @@ def _of_the_base(name: str, what: str) -> Any:
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        f"expected steps through step(), but {name}() was called, with which the base would update "
-        f"the parameters without a round; pass a closure to step()"
-    )
+    raise RuntimeError(f"{name}() of the base makes no round; pass a closure to step()")
 
 
 class DelegatingOptimizer(Optimizer):

@@ -35,7 +35,7 @@ from decent_optim_wrapper.start.arguments import (
     local_world_size_of,
     resolve_topology,
 )
-from decent_optim_wrapper.start.owners import OWNERS
+from decent_optim_wrapper.start.owners import add_owner, settle_owners
 from decent_optim_wrapper.start.pace import check_pace
 from decent_optim_wrapper.start.start import Start, check_same, exchange
 from decent_optim_wrapper.start.summary import warn_of_rounding
@@ -141,7 +141,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
         check_arguments(start.arguments)
         model = _check_model(start, inputs)
         held = [each.tensor for each in (*model.parameters, *model.others)]
-        older = OWNERS.settle([*held, *(inputs.model.parameters() if inputs.model else ())])
+        older = settle_owners([*held, *(inputs.model.parameters() if inputs.model else ())])
     arguments, settings = start.arguments, inputs.settings
     with start.naming_late_ranks():
         if arguments.mesh is not None:
@@ -161,7 +161,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     gossip = setup.build_gossip(session)
     gossip.local_update.set_members(session.transport.world_size)
     setup.start_from_same_values(gossip)
-    OWNERS.add(gossip, older)
+    add_owner(gossip, older)
     return gossip, setup, setup.begin_recovery(gossip)
 
 

@@ -269,10 +269,10 @@ class Bucket:
         mixed = [place for place, each in enumerate(self.members) if id(each) not in changed]
         for place in shifted:
             theirs.views[place].sub_(ours.views[place])
-        rows = self._tensors(), self._as_own(theirs).views
+        own, values = self._tensors(), self._as_own(theirs).views
         if mixed:
-            torch._foreach_lerp_(*([row[place] for place in mixed] for row in rows), weight)
-        torch._foreach_add_(*([row[place] for place in shifted] for row in rows), alpha=weight)
+            torch._foreach_lerp_([own[p] for p in mixed], [values[p] for p in mixed], weight)
+        torch._foreach_add_([own[p] for p in shifted], [values[p] for p in shifted], alpha=weight)
 
     @torch.no_grad()
     def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float) -> None:

@@ -85,9 +85,6 @@ class Exchange:
     sums = False
     # Whether the received values move a reference.
     uses_reference = False
-    # Whether present values move towards received ones. Otherwise a difference of what was sent is
-    # added, which is exact whatever others do to the members in between.
-    mixes_present = False
     # Whether the message itself says if its values are finite; otherwise a flag is sent for them.
     has_own_flag = False
     # What the ranks of a pair send and receive.
@@ -122,17 +119,6 @@ class Exchange:
         """
         self.snapshot = self._bucket.pack(self._bucket.summing()[0], snapshot)
 
-    def keep_sent(self) -> None:
-        """Keep the values that are packed, for members that others may change."""
-
-    def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
-        """Note which members others have changed since the bucket had these stamps.
-
-        Returns:
-            The changed members, if they cannot be mixed any more.
-        """
-        return ()
-
     def start(self) -> None:
         """Check the values and start the exchange.
 
@@ -164,9 +150,12 @@ class Exchange:
 
 
 class PlainExchange(Exchange):
-    """Values that are sent unchanged."""
+    """Values that are sent unchanged.
 
-    mixes_present = True
+    Members move towards the received ones. So others must not have changed them since, unless the
+    values that were sent are kept: their difference may be added to anything.
+    """
+
     # Memory for the values of the peer, or for the sum of the group.
     _arriving: Flat
     # This rank's values as they were sent; None if the sum overwrites them.
@@ -182,7 +171,11 @@ class PlainExchange(Exchange):
             )
 
     def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
-        """Note which members others have changed since the bucket had these stamps."""
+        """Note which members others have changed since the bucket had these stamps.
+
+        Returns:
+            The changed members, if they cannot be mixed any more.
+        """
         changed = changed_since(stamps, self._bucket, self._sent)
         self._bucket.note_flight(self._bucket.stamps != stamps)
         if self._sent is None:
