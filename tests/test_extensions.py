@@ -487,7 +487,7 @@ def test_only_entries_of_all_ranks_of_a_group_are_mixed(views: bool) -> None:
         for ranks in phases[step % 2]:
             for place in range(5):
                 if all(has_gradient(rank, place, step) for rank in ranks):
-                    mean = sum(expected[rank][place] for rank in ranks) / len(ranks)
+                    mean = torch.stack([expected[rank][place] for rank in ranks]).mean(dim=0)
                     for rank in ranks:
                         expected[rank][place] = mean
     rows = run_threads(4, main)

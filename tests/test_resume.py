@@ -68,7 +68,7 @@ def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(
     """With views a new wrapper would put parameters together that stay apart in their storage."""
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        def wrap_model(model: nn.Module, *groups: list[Tensor]) -> DecentOptimWrapper:
+        def wrap_model(model: nn.Module, *groups: Sequence[Tensor]) -> DecentOptimWrapper:
             base = AdamW([{"params": each} for each in groups], lr=0.02)
             options: Any = {"overlap": overlap, "param_as_bucket_view": views, "model": model}
             return wrap(params_of(base), group, base, comm_dtype=code, **options)
