@@ -133,8 +133,8 @@ def check_base(optimizer: Any) -> None:
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
-            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
-            f"got {type(optimizer).__name__}"
+            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, got an instance "
+            f"of {type(optimizer)}"
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError(

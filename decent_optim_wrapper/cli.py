@@ -1,18 +1,15 @@
-"""The command line: compare topologies, plan a run, test links, start ranks, average models.
-
-python -m decent_optim_wrapper run --nproc-per-node 4 train.py
-python -m decent_optim_wrapper topologies --world-size 12
-python -m decent_optim_wrapper plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4
-torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
-python -m decent_optim_wrapper average runs/mine --out model.pt
-"""
+"""The command line: compare topologies, plan a run, test links, start ranks, average models."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from decent_optim_wrapper.checkpoint.export import export_average
 from decent_optim_wrapper.errors import NonFiniteError
@@ -20,17 +17,33 @@ from decent_optim_wrapper.launcher import add_arguments, launch, read_arguments
 from decent_optim_wrapper.planning import link_probe, tables
 from decent_optim_wrapper.planning.plan import Job, plan
 
+_PROGRAM = "python -m decent_optim_wrapper"
+_EXAMPLES = {
+    "run": f"{_PROGRAM} run --nproc-per-node 4 train.py",
+    "topologies": f"{_PROGRAM} topologies --world-size 12",
+    "plan": f"{_PROGRAM} plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4",
+    "comm": "torchrun --standalone --nproc-per-node 4 -m decent_optim_wrapper comm",
+    "average": f"{_PROGRAM} average runs/mine --out model.pt",
+}
+_PREFIXES = {"k": 1e3, "K": 1e3, "m": 1e6, "M": 1e6, "g": 1e9, "G": 1e9}
+_COUNTS = {"": 1.0, **_PREFIXES, "b": 1e9, "B": 1e9}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
+_BITS = "bit", "Bit", "BIT", "bit/s", "bps", "b/s"
+# In bytes per second.
+_RATES = {f"{prefix}{unit}": size / 8 for prefix, size in _PREFIXES.items() for unit in _BITS}
+_RATES |= {f"{prefix}{unit}": size for prefix, size in _PREFIXES.items() for unit in ("B/s", "Bps")}
 
-def count(text: str) -> float:
-    """A number such as 124e6, 124M or 1.3B."""
-    factor = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
-    return float(text[:-1]) * factor if factor else float(text)
 
-
-def bandwidth(text: str) -> float:
-    """Bytes per second of a rate such as 400mbit or 1gbit."""
-    number, unit = text[:-4], text[-4:].lower()
-    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.get(unit, math.nan) / 8
+def _number(units: Mapping[str, float], expected: str, text: str) -> float:
+    """A positive number in one of these units."""
+    number = text.rstrip(f"/{string.ascii_letters}")
+    try:
+        figure = float(number) * units[text[len(number) :]]
+    except (ValueError, KeyError):
+        figure = 0.0
+    if not 0.0 < figure < math.inf:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 2 for bad arguments, or what `launch` returns.
     """
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    args, unknown = _parser().parse_known_args(arguments)
+    # The usage of the command, and not that of all.
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         report: str | int | None = args.run_command(args)
     except (ValueError, ModuleNotFoundError, OSError, NonFiniteError) as error:
-        parser.error(str(error))
+        args.parser.error(str(error))
     if isinstance(report, int):
         return report
     if report is not None:
@@ -73,32 +88,39 @@ def _average(args: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="decent_optim_wrapper", description=description)
-    commands = parser.add_subparsers(required=True)
+    keep_lines: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    examples = "\n  ".join(["examples:", *_EXAMPLES.values()])
+    parser = argparse.ArgumentParser(prog=_PROGRAM, epilog=examples, **keep_lines)
+    parser.add_argument("--version", action="version", version=version("decent-optim-wrapper"))
+    commands = parser.add_subparsers(required=True, metavar="command")
 
     def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=about, description=about)
-        sub.set_defaults(run_command=command)
+        texts = {"description": about, "epilog": f"example:\n  {_EXAMPLES[name]}"}
+        sub = commands.add_parser(name, help=about, **texts, **keep_lines)
+        sub.set_defaults(run_command=command, parser=sub)
         return sub
 
     about = "start the ranks of this node, and start again those that die"
     add_arguments(add("run", lambda args: launch(read_arguments(args)), about))
 
     table = add("topologies", _topologies, "the topologies that fit, and why others do not")
-    table.add_argument("--world-size", type=int, default=8, help="8 by default")
-    table.add_argument("--local-world-size", type=int, default=1)
+    table.add_argument("--world-size", type=int, default=8, help="number of ranks; 8 by default")
+    table.add_argument("--local-world-size", type=int, default=1, help="on each node; 1 by default")
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 
     job = add("plan", _plan, "settings for a run, and the seconds of a step by method")
-    job.add_argument("--parameters", type=count, required=True, help="such as 124M")
-    job.add_argument("--ranks", type=int, required=True)
-    job.add_argument("--bandwidth", type=bandwidth, required=True, help="such as 400mbit")
-    job.add_argument("--step", type=float, required=True, help="seconds of computing of a step")
+    for flag, units, expected in (
+        ("--parameters", _COUNTS, "a number such as 124M or 1.3B"),
+        ("--bandwidth", _RATES, "a rate such as 400mbit, 1Gbps or 125MB/s"),
+        ("--step", _SECONDS, "the time of computing a step, such as 0.4 (seconds) or 400ms"),
+    ):
+        read = partial(_number, units, expected)
+        job.add_argument(flag, type=read, required=True, metavar="N", help=expected)
+    job.add_argument("--ranks", type=int, required=True, metavar="N", help="2 or more")
 
     comm = add("comm", _comm, "test the links between all pairs of ranks; start it with torchrun")
-    comm.add_argument("--mib", type=float, default=8, help="size of the large message")
-    comm.add_argument("--repeats", type=int, default=5)
+    comm.add_argument("--mib", type=float, default=8, help="of the large message; 8 by default")
+    comm.add_argument("--repeats", type=int, default=5, help="of each measurement; 5 by default")
     average = add("average", _average, "write the averaged model of a checkpoint set")
     average.add_argument("folder", type=Path, help="the folder of Checkpoints, such as runs/mine")
     average.add_argument("--out", type=Path, required=True, help="such as model.pt")

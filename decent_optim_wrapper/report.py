@@ -3,6 +3,9 @@
 A slow rank makes its partners wait and does not wait itself. A slow link makes both of its ends
 wait. So the cost of a link is the shorter wait of its two ends. Only rounds in pairs show it: in a
 larger group a rank does not know which link it has waited for.
+
+Bytes need their time in every round, so the fastest rounds show it. Where ranks share cores, both
+ends of a link wait long, too, but not in every round, or for few bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ from decent_optim_wrapper.planning.tables import table
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
 # step for which both ends wait for a slow link.
 _SLOWER, _WAITS = 1.2, 0.1
+# The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
+_FEW_BYTES = 1 << 16
 _SEND_LESS = (
     "send fewer bits with comm_dtype=torch.int8, or mix less often with Schedule(gossip_every=4)"
 )
+_NOT_FOR_BYTES = "they share cores, or their steps vary, or the network's latency is long"
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
 
@@ -56,7 +62,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks, and the median seconds per round for which both wait for it."""
+    """A link between two ranks, and the seconds that both wait for it in nine rounds of ten."""
 
     ranks: tuple[int, int]
     wait_seconds: float
@@ -70,7 +76,7 @@ class Report:
         ranks: the cost on each rank.
         slow_rank: the rank that computes longest; None unless that is much longer than the others.
         slow_link: the link for which both ends wait longest; None unless that is a large part of a
-            step.
+            step, and explained by the bytes.
         advice: what to change, one sentence or more for each finding.
     """
 
@@ -99,15 +105,15 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
     """Find the slow rank and the slow link.
 
     Args:
-        rows: shape (n, 5 + n). For each member the seconds of a step, of computing, waiting and
-            coding, the bytes sent, then its median wait in pairs with each member; 0 if there was
-            no such round.
+        rows: shape (n, 5 + 2 n), as of `measure`, for each member.
         members: the ranks, as numbered at the start.
     """
     ranks, advice = [], []
-    for rank, row in zip(members, rows.tolist(), strict=True):
-        costs = dict(zip(_COSTS, row[:5], strict=True))
-        wait, other = max(zip(row[5:], members, strict=True))
+    medians, least = rows[:, 5:].chunk(2, dim=1)
+    waits = medians.clone().fill_diagonal_(0.0)
+    for rank, row, of_rank in zip(members, rows.tolist(), waits.tolist(), strict=True):
+        costs = dict(zip(_COSTS, row, strict=False))
+        wait, other = max(zip(of_rank, members, strict=True))
         ranks.append(RankReport(rank=rank, waits_for=other if wait > 0 else None, **costs))
     step = median(each.step_seconds for each in ranks)
     slow_rank, factor = _slow_rank(ranks)
@@ -117,16 +123,20 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
             f"at that machine, give it smaller batches, mix in pairs (if not yet), since only its "
             f"partners wait, or pass overlap=AsItArrives(), so that no rank waits"
         )
-    slow_link = _slow_link(rows[:, 5:], members, step)
+    sends_much = fmean(each.bytes_sent for each in ranks) > _FEW_BYTES
+    slow_link = _slow_link(least, members, step) if sends_much else None
     if slow_link is not None:
+        number = "number the ranks so that these two meet less often, " if len(members) > 2 else ""
         advice.append(
             f"the link between ranks {slow_link.ranks[0]} and {slow_link.ranks[1]} is slow: both "
-            f"wait {1000 * slow_link.wait_seconds:.1f} ms for it in a round. Number the ranks so "
-            f"that these two meet less often, {_SEND_LESS}"
+            f"wait {1000 * slow_link.wait_seconds:.1f} ms for it, or longer, in nine rounds of "
+            f"ten: {number}{_SEND_LESS}"
         )
     share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
     if share > _WAITS and not advice:
-        advice.append(f"no rank is slow, but all wait {share:.0%} of a step: {_SEND_LESS}")
+        for_bytes = sends_much and least.diagonal().median().item() > _WAITS * step
+        why = _SEND_LESS if for_bytes else _NOT_FOR_BYTES
+        advice.append(f"no rank is slow, but all wait {share:.0%} of a step: {why}")
     advice = advice or ["no rank and no link is slow"]
     return Report(
         ranks=tuple(ranks), slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice)
@@ -150,7 +160,12 @@ def _slow_link(waits: Tensor, members: Sequence[int], step: float) -> Link | Non
 
 
 def measure(pipeline: Pipeline) -> Tensor:
-    """The costs of the last steps of this rank, as a row for `diagnose`."""
+    """The costs of the last steps of this rank, as a row for `diagnose`.
+
+    The seconds of a step, of computing, waiting and coding, and the bytes sent; the median wait in
+    pairs with each member; the longest one that nine of ten such rounds reach. In the place of this
+    rank are the waits in all rounds.
+    """
     own, row = pipeline.session.transport.rank, [0.0] * len(_COSTS)
     history = pairwise(pipeline.policy.meter.history)
     steps = [(end - begin, cost, {*group}) for (begin, *_), (end, cost, group) in history]
@@ -161,7 +176,9 @@ def measure(pipeline: Pipeline) -> Tensor:
         ]
         row = [median(seconds for seconds, *_ in steps), *map(median, zip(*costs, strict=True))]
         row.append(fmean(cost.bytes_sent for _, cost, _ in steps))
+    waits: list[list[float]] = []
     for place in range(pipeline.session.transport.world_size):
-        pair = {place, own} if place != own else None
-        row.append(median([cost.wait_seconds for _, cost, group in steps if group == pair] or [0]))
+        of = [cost for _, cost, group in steps if place == own or group == {place, own}]
+        waits.append(sorted(cost.wait_seconds for cost in of) or [0.0])
+    row += [*map(median, waits), *(each[len(each) // 10] for each in waits)]
     return torch.tensor(row, dtype=torch.float64, device="cpu")

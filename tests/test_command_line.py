@@ -14,9 +14,15 @@ import pytest
 import torch
 from ranks import run_script, run_script_on_ranks
 from time_to_loss import step_times
+from torch.distributed.run import determine_local_world_size
 
+from decent_optim_wrapper import __version__
 from decent_optim_wrapper.cli import main
+from decent_optim_wrapper.launcher import LaunchOptions
 from decent_optim_wrapper.planning import suggest
+
+PROGRAM = "python -m decent_optim_wrapper"
+EXAMPLE = "plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4"
 
 
 def printed(command: str) -> str:
@@ -26,7 +32,7 @@ def printed(command: str) -> str:
 
 
 def refusal(command: str) -> str:
-    """The last line, with which a command ends; the usage comes before it."""
+    """The last line, with which a command ends; the usage of the command comes before it."""
     with (
         contextlib.redirect_stderr(io.StringIO()) as output,
         mock.patch("subprocess.Popen") as started,
@@ -34,7 +40,11 @@ def refusal(command: str) -> str:
     ):
         main(command.split())
     started.assert_not_called()
-    *_, line = output.getvalue().strip().splitlines()
+    usage, *_, line = output.getvalue().strip().splitlines()
+    name = command.split()[0]
+    program = PROGRAM if name == "nonsense" else f"{PROGRAM} {name}"
+    assert usage.startswith(f"usage: {program} [-h]")
+    assert line.startswith(f"{program}: error: ")
     return line
 
 
@@ -82,6 +92,77 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         assert "Muon x 1.5" in advice
 
 
+@pytest.mark.parametrize(
+    "same",
+    [
+        ["--bandwidth 1gbit", "--bandwidth 1Gbps", "--bandwidth 1000Mb/s", "--bandwidth 125MB/s"],
+        ["--step 0.4", "--step 400ms", "--step .4s"],
+        ["--parameters 124M", "--parameters 0.124B", "--parameters 124_000_000"],
+    ],
+)
+def test_figures_of_a_plan_are_read_as_people_write_them(same: list[str]) -> None:
+    # The last of an option counts.
+    plans = {printed(f"{EXAMPLE} {each}") for each in same}
+    assert plans == {printed(EXAMPLE)} != {printed(f"{EXAMPLE} --step 1 --bandwidth 1MBps")}
+
+
+def helped(command: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit, match="0"):
+        main(command.split())
+    return output.getvalue()
+
+
+def test_each_help_shows_a_command_that_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    of_all = helped("--help").partition("examples:\n")[2].splitlines()
+    ran = []
+    for line in of_all:
+        _, program, words = line.partition("-m decent_optim_wrapper ")
+        assert program
+        name = words.split()[0]
+        assert helped(f"{name} --help").endswith(f"example:\n{line}\n")
+        with (
+            mock.patch("decent_optim_wrapper.cli.launch", return_value=0),
+            mock.patch("decent_optim_wrapper.cli.link_probe.run", return_value=None),
+            mock.patch("decent_optim_wrapper.cli.export_average", return_value=(5, 4)),
+        ):
+            printed(words)
+        ran.append(name)
+    assert ran == ["run", "topologies", "plan", "comm", "average"]
+    assert helped("--version").strip() == __version__
+
+
+def launched(options: str) -> LaunchOptions:
+    with mock.patch("decent_optim_wrapper.cli.launch", return_value=0) as launch:
+        printed(f"run {options} -m train")
+    (given,) = launch.call_args.args
+    assert isinstance(given, LaunchOptions)
+    return given
+
+
+def test_run_takes_what_people_write_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
+        sizes = [launched(f"--nproc-per-node {each}").nproc_per_node for each in ("cpu", "auto")]
+        assert sizes == [determine_local_world_size("cpu")] * 2
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 3)
+        assert launched("--nproc-per-node gpu").nproc_per_node == 3
+    names = "nproc-per-node", "nnodes", "node-rank", "max-restarts", "log-dir"
+    given = " ".join(f"--{name} {number}" for number, name in enumerate(names, start=2))
+    given = f"--endpoint host:1 {given} --node-rank 1"
+    underscores = re.sub(r"(\w)-", r"\1_", given)
+    assert underscores != given
+    assert (options := launched(given)) == launched(underscores)
+    assert (options.nproc_per_node, options.max_restarts, options.log_dir) == (2, 5, Path("6"))
+    monkeypatch.setenv("DECENT_STORE", ETCD)
+    assert launched("").store is not None
+    assert launched("--standalone") == LaunchOptions(command=("-m", "train"))
+
+
 ETCD = "etcd://host:2379/run"
 REFUSED = {
     "nonsense": "invalid choice: 'nonsense'",
@@ -91,13 +172,24 @@ REFUSED = {
     "comm --mib inf": "mib=inf",
     "comm --repeats 0": "repeats=0",
     "plan --parameters 1e6 --ranks 1 --bandwidth 1gbit --step 1": "2 ranks or more",
-    "plan --parameters 1e6 --ranks 4 --bandwidth 1tbit --step 1": "bandwidth=nan",
-    "plan --parameters 1Q --ranks 4 --bandwidth 1gbit --step 1": "invalid count value: '1Q'",
-    "plan --parameters 1M --ranks 4 --bandwidth 5 --step 1": "invalid bandwidth value: '5'",
+    f"{EXAMPLE} --bandwidth 1g": "--bandwidth: expected a rate such as 400mbit, 1Gbps or 125MB/s, "
+    "got '1g'",
+    f"{EXAMPLE} --bandwidth 5": "--bandwidth: expected a rate",
+    f"{EXAMPLE} --bandwidth nan": "--bandwidth: expected a rate",
+    f"{EXAMPLE} --bandwidth 1GBPS": "--bandwidth: expected a rate",
+    f"{EXAMPLE} --parameters 1Q": "--parameters: expected a number such as 124M or 1.3B, got '1Q'",
+    f"{EXAMPLE} --step 0": "--step: expected the time",
+    f"{EXAMPLE} --step 4m": "--step: expected the time",
+    f"{EXAMPLE} --stpe 3": "unrecognized arguments: --stpe 3",
     "run --nnodes 2 train.py": "--nnodes 2 needs --endpoint host:port",
     "run --nnodes 2 --node-rank 2 x.py": "--node-rank must be below 2",
     "run --endpoint 29500 x.py": "host:port, with a port from 1 to 65535, got '29500'",
     "run --nproc-per-node 0 train.py": "--nproc-per-node must be at least 1, got 0",
+    "run --nproc-per-node all train.py": "nproc_per_node value: all",
+    "run --rdzv_endpoint h:1 x.py": "--rdzv-endpoint is an option of torchrun; use --endpoint",
+    "run --master-addr=h x.py": "--master-addr is an option of torchrun; use --endpoint HOST:PORT",
+    "run --tee 3 x.py": "--tee is an option of torchrun; use --log-dir",
+    "run --no-python x.py": "unrecognized arguments: --no-python",
     "run --store host1:2379 train.py": "expected a store as 'etcd://host1:2379,host2",
     f"run --store {ETCD}?colour=red train.py": "unknown options ['colour']",
     "run no_such.py --lr 1": "there is no script 'no_such.py' in ",

@@ -80,8 +80,8 @@ CHECKED_APART = {"process_group", "mesh", "gossip_dim", "timeout"}
 
 def documented(kind: type) -> list[str]:
     """The names in the section Args of a docstring, in its order."""
-    args = (kind.__doc__ or "").partition("    Args:\n")[2].partition("\n\n")[0]
-    return re.findall(r"^        (\w+): ", args, re.MULTILINE)
+    args = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^    (\w+): ", args, re.MULTILINE)
 
 
 def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:

@@ -206,7 +206,7 @@ def test_the_scripts_of_the_first_hour_print_what_stands_below_them(tmp_path: Pa
     logged = []
     for script, on_the_page in zip(scripts, expected, strict=True):
         (tmp_path / "train.py").write_text(SHOW_THE_LINE + script)
-        lines = run_script_on_ranks(2, "train.py", cwd=tmp_path).splitlines()
+        lines = run_script_on_ranks(4, "train.py", cwd=tmp_path).splitlines()
         # Each rank's lines stay in their order.
         printed = sorted(
             (line for line in lines if line.startswith("rank ")), key=lambda line: line[:7]

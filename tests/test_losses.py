@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -151,6 +152,30 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(
         assert (text.partition(":")[0], lost) == ("PeerError", FAULTY), text
         assert f"rank {FAULTY}, which failed with {own}" in text
         assert seconds < PATIENCE / 2
+
+
+def test_the_error_that_ends_the_process_of_a_rank_is_named_by_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever raised it, and although its process ends after those that it has stopped."""
+    # Where the interpreter keeps it until the process has ended.
+    monkeypatch.setattr(sys, "last_value", ValueError("no more data"), raising=False)
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        optimizer = wrap(params := make_params(), group)
+        take_steps(optimizer, params, rank, range(2))
+        if rank == FAULTY:
+            optimizer.synchronize()
+            del optimizer
+            gc.collect()
+            return ""
+        with pytest.raises(PeerError) as caught:
+            take_steps(optimizer, params, rank, range(2, 9))
+        return str(caught.value)
+
+    texts = run_threads(4, main)
+    named = f"lost rank {FAULTY}, which failed with ValueError: no more data"
+    assert [named in text for text in texts] == [rank != FAULTY for rank in range(4)], texts
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
+from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.integrations import gossip_stats, log_stats
-from decent_optim_wrapper.report import Report, diagnose
+from decent_optim_wrapper.report import Link, Report, diagnose, measure
 
 GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 
@@ -80,15 +82,27 @@ def test_a_slow_rank_is_named_and_who_waits_for_it(overlap: bool) -> None:
     assert report.ranks[2].computing_seconds >= 0.2
 
 
-def report_of(computing: list[float], waits: dict[tuple[int, int], float], *members: int) -> Report:
-    """Of ranks that wait for nothing else; a pair of ranks is who waits and for whom."""
+def report_of(
+    computing: list[float],
+    waits: dict[tuple[int, int], float],
+    *members: int,
+    fastest: float = 1.0,
+    nbytes: float = 1e6,
+) -> Report:
+    """Of ranks that wait for nothing else; a pair of ranks is who waits and for whom.
+
+    Args:
+        fastest: the wait of the fastest rounds, as a share of the median.
+    """
     size = len(computing)
     pairs = torch.zeros(size, size, dtype=torch.float64)
     for pair, seconds in waits.items():
         pairs[pair] = seconds
-    costs = [[0.1, computing[i], pairs[i].max(), 0.0, 8.0] for i in range(size)]
-    rows = torch.cat([torch.tensor(costs, dtype=torch.float64), pairs], dim=1)
-    return diagnose(rows, members)
+    longest = pairs.amax(dim=1)
+    costs = [[0.1, computing[i], longest[i], 0.0, nbytes] for i in range(size)]
+    medians = pairs + longest.diag()
+    rows = [torch.tensor(costs, dtype=torch.float64), medians, fastest * medians]
+    return diagnose(torch.cat(rows, dim=1), members)
 
 
 def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
@@ -104,6 +118,48 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     report = report_of([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}, 0, 1)
     assert (report.slow_rank, report.slow_link) == (None, None)
     assert report.advice == ("no rank and no link is slow",)
+
+
+def test_a_link_is_blamed_only_for_waits_that_its_bytes_explain() -> None:
+    """And two ranks cannot meet less often than they do."""
+    of_two = partial(report_of, [0.04, 0.04], {(0, 1): 0.052, (1, 0): 0.054}, 0, 1)
+    slow = of_two()
+    assert slow.slow_link == Link(ranks=(0, 1), wait_seconds=pytest.approx(0.052))
+    (advice,) = slow.advice
+    assert "torch.int8" in advice
+    assert "meet less often" not in advice
+    for busy in (of_two(nbytes=3072), of_two(fastest=0.1)):
+        assert busy.slow_link is None
+        (advice,) = busy.advice
+        assert advice.startswith("no rank is slow, but all wait 53% of a step: they share cores")
+        assert "int8" not in advice
+        assert [each.waits_for for each in busy.ranks] == [1, 0]
+    # In groups of more than two: for their bytes, and for other things.
+    of_four = [[0.1, 0.04, 0.05, 0.0, 1e6] + [0.0] * 8 for _ in range(4)]
+    rows = torch.tensor(of_four, dtype=torch.float64)
+    rows[:, 5:9].fill_diagonal_(0.05)
+    assert "they share cores" in str(diagnose(rows, range(4)))
+    rows[:, 9:].fill_diagonal_(0.04)
+    report = diagnose(rows, range(4))
+    assert "all wait 50% of a step: send fewer bits" in str(report)
+    assert [each.waits_for for each in report.ranks] == [None] * 4
+
+
+def test_the_row_of_a_rank_has_its_typical_waits_and_those_of_its_fastest_rounds() -> None:
+    waits = [0.0, *(0.05 if round % 5 else 0.001 for round in range(60))]
+    history = [
+        (float(end), StepStats(10, wait, 0.0, 0.0, 1, end), (end % 2, 2))
+        for end, wait in enumerate(waits)
+    ]
+    pipeline: Any = SimpleNamespace(
+        policy=SimpleNamespace(meter=SimpleNamespace(history=history)),
+        session=SimpleNamespace(transport=SimpleNamespace(rank=2, world_size=4)),
+    )
+    costs, medians, least = measure(pipeline).split([5, 4, 4])
+    assert costs.tolist() == pytest.approx([1.0, 0.95, 0.05, 0.0, 10.0])
+    # Half of the rounds with each partner; in the place of this rank, all of them.
+    assert medians.tolist() == [0.05, 0.05, 0.05, 0.0]
+    assert least.tolist() == [0.001, 0.001, 0.001, 0.0]
 
 
 def test_a_report_is_also_plain_values() -> None:

@@ -143,13 +143,19 @@ def emptied() -> None:
     DecentOptimWrapper(base)
 
 
+class AdamW:
+    """The optimizer of another library."""
+
+
 # What is said of a mistake.
 MISTAKES: dict[str, Callable[[], object]] = {
     "ValueError: .* expects parameters to train, got a SGD": emptied,
     "ValueError: .*0.0 is torch.sparse_coo": lambda: DecentOptimWrapper(sgd([SPARSE])),
     "RuntimeError: .*gradient of 0.0 is torch.sparse_coo": sparse_gradient,
-    "TypeError: .*not wrapped yet, got DecentOptim": lambda: wrap([], base=wrap(make_params())),
-    "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),
+    "TypeError: .*yet, got .*wrapper.DecentOptim": lambda: wrap([], base=wrap(make_params())),
+    "TypeError: .*<class 'list'>": lambda: DecentOptimWrapper(cast(Any, make_params())),
+    # Not torch's.
+    "TypeError: .*<class 'test_start.AdamW'>": lambda: DecentOptimWrapper(cast(Any, AdamW())),
 }
 
 

@@ -6,6 +6,7 @@ and so on through all ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -174,8 +175,11 @@ class Connections:
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
         if self._ready is not None:
-            # Before the others see the connections closed.
-            self._reports.note(())
+            # Before the others see the connections closed. The interpreter keeps what ends it.
+            if (error := getattr(sys, "last_value", None)) is None:
+                self._reports.note(())
+            else:
+                self._reports.note_error(error)
         close(self._release(), self.gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
 

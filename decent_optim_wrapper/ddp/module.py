@@ -359,6 +359,6 @@ def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
 def _not_in_parts(base: Optimizer) -> ValueError:
     return ValueError(
         f"an update inside the backward pass expects a base that can be updated bucket by bucket "
-        f"and has no step hooks, got {type(base).__name__}; with update_in_backward=None or False "
-        f"it is updated at the end, with all gradients at once"
+        f"and has no step hooks, got an instance of {type(base)}; with update_in_backward=None or "
+        f"False it is updated at the end, with all gradients at once"
     )

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.run import determine_local_world_size
 
 from decent_optim_wrapper.checks import take_fields
 from decent_optim_wrapper.comm.store_url import EXAMPLE, STORE_VARIABLE, StoreUrl, read_endpoint
+
+# Options of torchrun, and what to use in their place.
+_MEET = "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--master-addr", "--master-port"
+_IN_PLACE_OF = dict.fromkeys(_MEET, "--endpoint HOST:PORT, or --store")
+_IN_PLACE_OF |= dict.fromkeys(("--redirects", "-r", "--tee", "-t"), "--log-dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +60,22 @@ class LaunchOptions:
             raise ValueError(f"there is no script {self.command[0]!r} in {Path.cwd()}")
 
 
+class _Refuse(argparse.Action):
+    """An option of torchrun, whose error names ours."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is an option of torchrun; use {self.const}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser; those of torchrun have its names."""
-    # The defaults are those of the record.
-    add = partial(parser.add_argument, default=argparse.SUPPRESS)
-    add("--nproc-per-node", type=int, metavar="N", help="ranks on each node; 1 by default")
+
+    def add(*names: str, **details: Any) -> None:
+        # As torchrun spells them, too. The defaults are those of the record.
+        names += tuple(name[:2] + name[2:].replace("-", "_") for name in names if "-" in name[2:])
+        parser.add_argument(*names, **{"default": argparse.SUPPRESS, **details})
+
+    add("--nproc-per-node", metavar="N", help="ranks on each node, auto, gpu or cpu; 1 by default")
     add("--nnodes", type=int, metavar="N", help="number of nodes; 1 by default")
     add("--node-rank", type=int, metavar="N", help="number of this node; 0 by default")
     add("--max-restarts", type=int, metavar="N", help="restarts of each rank; 3 by default")
@@ -65,9 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="HOST:PORT", help="node 0 and a free port there, on all nodes")
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
     add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
+    text = "without a store in etcd, as torchrun's"
+    add("--standalone", dest="store", action="store_const", const=None, help=text)
     add("--log-dir", type=Path, help="a folder for the output of each rank")
     text = "start a module, as `python -m` does"
     add("-m", "--module", dest="prefix", action="append_const", const="-m", default=[], help=text)
+    for name, ours in _IN_PLACE_OF.items():
+        add(name, action=_Refuse, nargs="?", const=ours, help=argparse.SUPPRESS)
     add("script", metavar="script.py")
     add("arguments", nargs=argparse.REMAINDER)
 
@@ -79,6 +101,8 @@ def read_arguments(args: argparse.Namespace) -> LaunchOptions:
         ValueError: an option is malformed or out of range, or contradicts another one.
     """
     given = {**vars(args), "command": (*args.prefix, args.script, *args.arguments)}
+    if "nproc_per_node" in given:
+        given["nproc_per_node"] = determine_local_world_size(args.nproc_per_node)
     if "endpoint" in given:
         host, port = read_endpoint(args.endpoint)
         # As an address of IPv6 is written before a port.
