@@ -111,11 +111,6 @@ class Gossip:
                 f"synchronize() on all ranks before"
             )
 
-    def note_load(self) -> None:
-        """Note that weights are about to be loaded, unless they replace an average for a while."""
-        if self.average.snapshot is None:
-            self.pipeline.note_load()
-
     def mix_early(self, params: Iterable[Tensor] | None = None) -> None:
         """Mix the buckets in flight of some parameters, if the pacing mixes between steps.
 
