@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.start.setup import Setup
 
 pytestmark = pytest.mark.slow
@@ -225,6 +226,28 @@ def fit_manually(rank: int, folder: Path) -> None:
     pairs = [*zip(model.parameters(), task.make_model().parameters(), strict=True)]
     for trained, start in (pairs[0], pairs[-1]):
         assert not torch.equal(trained, start)
+
+
+def save_after_an_error(rank: int, folder: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    def training_step(self: Any, batch: Any, index: int) -> Tensor:
+        if (rank, index) == (1, 2):
+            raise ValueError("a bad image")
+        return task.loss_of(self.model, batch)
+
+    module = make_module(training_step=training_step)
+    saving = ModelCheckpoint(folder / "model", filename="last", save_on_exception=True)
+    callbacks = [OnExceptionCheckpoint(folder), saving]
+    error = ValueError if rank else PeerError
+    with pytest.raises(error, match="a bad image"):
+        fit(module, folder, max_epochs=1, gossip=GOSSIP, callbacks=callbacks)
+    name = "-rank_1.ckpt" if rank else ".ckpt"
+    for path in (folder / f"on_exception{name}", folder / "model" / f"last{name}"):
+        stored = torch.load(path, weights_only=False)
+        assert_same(list(stored["state_dict"].values()), values(module))
+        assert stored["optimizer_states"][0]["gossip"]["round"] > 0
+    assert not torch.equal(vector_of(module), vector_of(make_module()))
 
 
 def vector_of(module: nn.Module) -> Tensor:
@@ -590,8 +613,17 @@ def train_with_the_trainer(rank: int, folder: Path) -> None:
     assert figures[0, :, 0].equal(figures[1, :, 0])
     assert figures[0, :, 1].ne(figures[1, :, 1]).all()
 
+    checkpoint = folder / f"checkpoint-{SAVED}"
     trainer = make_hugging_face_trainer(folder)
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    # Each rank has gone on with its own parameters and moments.
+    assert_same(trainer.model.model.state_dict(), saved[-1][0])
+
+    if rank == 0:
+        shutil.rmtree(checkpoint / "ranks")
+    dist.barrier()
+    trainer = make_hugging_face_trainer(folder)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     resumed = plain_for(trainer, rank)
     resumed.resume(saved[SAVED // EVERY - 1])
     train_as_trainer(resumed, STEPS - SAVED)
@@ -630,6 +662,7 @@ RUNS = {
         LIGHTNING,
         partial(fit_and_resume, precision="fp16"),
     ),
+    "after an error each rank saves what it has": (LIGHTNING, save_after_an_error),
     "several optimizers are wrapped in manual optimization": (LIGHTNING, fit_manually),
     "averages over time are averaged over the ranks": (LIGHTNING, fit_with_swa),
     "weights swapped for validation do not change it": (LIGHTNING, fit_with_swapped_weights),

@@ -172,14 +172,17 @@ class Connections:
             self._closure = Closure(reason=reason, broken=broken)
         abort(self._release())
 
-    def close(self) -> None:
-        """Close the communicators made here and release the user's process group."""
+    def note_end(self) -> None:
+        """Let ranks that lose this one know how it has ended, unless it has told them before."""
         if self._ready is not None:
-            # Before the others see the connections closed. The interpreter keeps what ends it.
+            # The interpreter keeps the error that ends it.
             if (error := getattr(sys, "last_value", None)) is None:
                 self._reports.note(())
             else:
                 self._reports.note_error(error)
+
+    def close(self) -> None:
+        """Close the communicators made here and release the user's process group."""
         close(self._release(), self.gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
 

@@ -58,13 +58,17 @@ class DelegatingOptimizer(Optimizer):
         self._base.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward public names only: the base's private flags for GradScaler must not leak."""
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self._base, name)
-        if callable(found) and (name == "apply" or name.endswith("_step")):
-            return partial(_refuse, name)
-        return found
+        """Forward public names, and private methods, such as Adafactor's for its schedule.
+
+        The base's private flags for GradScaler must not leak.
+        """
+        if name != "_base" and not name.startswith("__"):
+            value = getattr(self._base, name)
+            if callable(value) and (name == "apply" or name.endswith("_step")):
+                return partial(_refuse, name)
+            if not name.startswith("_") or callable(value):
+                return value
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
