@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapper": _WRAPPER,
     **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint", "data", "integrations")},
     "planning": {"topo", "comm", "start"},
-    "launcher": {"checks", "comm", "elastic"},
+    "launcher": {"checks", "comm", "elastic", "errors"},
     "cli": {"checkpoint", "errors", "planning", "launcher", "topo"},
     "__main__": {"cli"},
 }

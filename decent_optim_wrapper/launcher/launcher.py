@@ -46,7 +46,8 @@ def launch(options: LaunchOptions) -> int:
         meeting = find_meeting(options)
         logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
         console = Console()
-        nodes = Nodes(meeting.connect, options.node_rank, options.nnodes, meeting.keeper)
+        where = meeting.connect, options.node_rank, options.nnodes, meeting.keeper
+        nodes = Nodes(*where, console.say)
         program = _program(options, meeting.environ)
         first = options.node_rank * options.nproc_per_node
         ranks = [

@@ -49,7 +49,8 @@ def find_meeting(options: LaunchOptions) -> Meeting:
 
     if options.node_rank == 0:
         served = _serve(options.endpoint)
-        port, connect = served.port, lambda: served
+        # A clone has a connection of its own, which may be lost; the store goes on.
+        port, connect = served.port, served.clone
     environ = {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
