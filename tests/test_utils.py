@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_processes
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.start.launch import find_launch, init_distributed
 
 # What each launcher calls the rank, the number of ranks, and both among the ranks of the node.
@@ -167,6 +169,28 @@ def initialise_without_a_group(monkeypatch: pytest.MonkeyPatch, devices: int) ->
 
     monkeypatch.setattr(dist, "init_process_group", start)
     return calls
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_process_that_comes_back_to_elastic_ranks_cannot_enter_their_group(
+    monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """It would wait there in silence. Ranks that are not elastic are all started again."""
+    calls = initialise_without_a_group(monkeypatch, 0)
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port)}
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    os.environ.update(where | own)
+    init_distributed("gloo")
+    Rendezvous.built = 0
+    other = Rendezvous(served, 0, 1, timedelta(seconds=40), stale_after=2.0)
+    assert other.gather(FIRST_NOTE).members == (0,)
+    if restarts:
+        with pytest.raises(RuntimeError, match=r"^rank 5: .* run with elastic.*leave init_"):
+            init_distributed("gloo")
+    else:
+        init_distributed("gloo")
+    assert len(calls) == 2 - restarts
 
 
 def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, int]]:
