@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -411,6 +412,28 @@ def store_of(launcher: Launched, rank: int, life: int = 0) -> Any:
     assert found is not None
     assert (found.rank, found.world_size) == (rank, 2)
     return found.store
+
+
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [((), False), (("--endpoint", "127.0.0.1:PORT"), False), (("--endpoint", "HOST:PORT"), True)],
+)
+def test_only_this_machine_reaches_the_store_and_gloo_of_one_node(
+    options: tuple[str, ...], is_open: bool, tmp_path: Path
+) -> None:
+    port, host = free_ports(1)[0], socket.gethostname()
+    options = tuple(each.replace("PORT", str(port)).replace("HOST", host) for each in options)
+    with Launched(tmp_path, OBEDIENT, *TWO, *options) as launcher:
+        environ = json.loads(launcher.told("environ 0 0"))
+        assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+        store_of(launcher, 0).set("key", "value")
+        assert store_of(launcher, 1).get("key") == b"value"
+        # An address of this machine on which a server listens that listens on all of them.
+        with socket.socket() as probe:
+            failure = probe.connect_ex(("127.0.0.2", int(environ["MASTER_PORT"])))
+        assert (failure == 0) == is_open
+        end(launcher, WELL, 0, 1)
+        assert launcher.end() == 0
 
 
 def torchruns(command: Sequence[str]) -> int:

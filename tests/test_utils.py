@@ -145,6 +145,17 @@ def test_the_backend_follows_from_the_devices(
     assert calls == ([place[0]] if gpu is None else [gpu.index, place[0], gpu])
 
 
+def test_gloo_is_open_to_other_nodes_and_on_an_interface_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    initialise_without_a_group(monkeypatch, 0)
+    init_distributed("gloo")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    os.environ.update(WORLD_SIZE="4", RANK="1", GLOO_SOCKET_IFNAME="eth0")
+    init_distributed("gloo")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
 def test_too_few_devices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = initialise_without_a_group(monkeypatch, 2)
     with pytest.warns(UserWarning, match=r"2 CUDA device\(s\) for the 4 ranks.*backend=\"nccl\""):
@@ -198,10 +209,13 @@ def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, i
     seen = []
     for restarts, launcher in enumerate(NAMES):
         theirs = variables(launcher, rank, 2, rank, 2, TORCHELASTIC_RESTART_COUNT=str(restarts))
-        others = {key: value for key, value in os.environ.items() if key not in OWN}
+        unset = {*OWN, "GLOO_SOCKET_IFNAME"}
+        others = {key: value for key, value in os.environ.items() if key not in unset}
         with mock.patch.dict(os.environ, others | theirs, clear=True):
             info = utils.initialize_dist("gloo")
             assert init_distributed() == info
+            # Only this machine reaches gloo, which all ranks share.
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             total = torch.tensor(float(rank + 1))
             dist.all_reduce(total)
             param = torch.zeros(1, requires_grad=True)

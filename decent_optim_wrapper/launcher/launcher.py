@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from decent_optim_wrapper.comm.process_groups import gloo_variables
 from decent_optim_wrapper.launcher.console import Console
 from decent_optim_wrapper.launcher.meeting import find_meeting
 from decent_optim_wrapper.launcher.nodes import Nodes
@@ -87,5 +88,6 @@ def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **gloo_variables(options.nnodes == 1),
     }
     return Program(options.command, {**shared, **environ})

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from decent_optim_wrapper.comm.process_groups import gloo_variables
 from decent_optim_wrapper.elastic.rendezvous import last_epoch_key
 from decent_optim_wrapper.warn import warn
 
@@ -75,7 +76,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     MASTER_ADDR and MASTER_PORT are taken from the environment. If they are missing, the defaults
     under Slurm are the first node of the job step and a port made from the numbers of job and step;
     under Open MPI on one node the address is 127.0.0.1. Under all three launchers the variables
-    that torchrun sets are then set. LOCAL_WORLD_SIZE is the wrapper's default for
+    that torchrun sets are then set, and GLOO_SOCKET_IFNAME=lo if all ranks are on one node and it
+    is not set: nobody else reaches gloo there. LOCAL_WORLD_SIZE is the wrapper's default for
     `local_world_size`.
 
     If torchrun restarts the ranks of one node, they use other keys of its store than before. On
@@ -108,6 +110,7 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend = backend or _default_backend(launch)
         device = _device(backend, launch)
         os.environ.update(launch.variables())
+        os.environ.update(gloo_variables(launch.world_size == launch.local_world_size))
         _check_that_none_are_elastic(launch)
         # Without it, torch takes the GPU of the local rank, also where there is another number.
         gpu = device if device.type == "cuda" else None
