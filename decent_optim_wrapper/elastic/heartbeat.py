@@ -150,7 +150,8 @@ class Heartbeat:
     def _run(self) -> None:
         """Send heartbeats until told to stop, over another connection after each error."""
         patience, self._answered, said = self._stale_after, time.monotonic(), 0.0
-        while not self._stop.is_set():
+        is_over = False
+        while not is_over:
             try:
                 # Its own connection, so that no call of the main thread delays the heartbeat.
                 self._send(self._store.another(timedelta(seconds=patience)))
@@ -158,14 +159,12 @@ class Heartbeat:
             except RuntimeError as error:
                 silent = time.monotonic() - self._answered
                 if silent > self._store.timeout and said != self._answered:
-                    said, text = (
-                        self._answered,
-                        "rank {}: the store has not answered for {:.0f} s: {}",
-                    )
+                    said = self._answered
+                    text = "rank {}: the store has not answered for {:.0f} s: {}"
                     logger.warning(text, self.rank, silent, text_of(error))
                 # A call that hangs keeps its thread, so there should be few.
                 patience = min(2 * max(self._stale_after, silent), _LONGEST_PATIENCE)
-                self._stop.wait(self._pause)
+                is_over = self._stop.wait(self._pause)
 
     def _send(self, store: BoundedStore) -> None:
         store.connect()

@@ -14,14 +14,14 @@ class Beat(NamedTuple):
 
     Args:
         life: number of the process among those that have had its rank; 0 for a value that is none.
-        count: number of the heartbeat; no two of a process are the same.
+        number: of the heartbeat; no two of a process are the same.
         epoch: the epoch of the process; 0 before the first one.
         process: its name.
         text: what it says.
     """
 
     life: int = 0
-    count: int = 0
+    number: int = 0
     epoch: int = 0
     process: str = ""
     text: str = ""
@@ -33,8 +33,8 @@ class Beat(NamedTuple):
     def parse(cls, value: str) -> Beat:
         """Read a value of the store."""
         try:
-            life, count, epoch, process, text = value.split(" ", 4)
-            return cls(int(life), int(count), int(epoch), process, text)
+            life, number, epoch, process, text = value.split(" ", 4)
+            return cls(int(life), int(number), int(epoch), process, text)
         except ValueError:
             return cls()
 
