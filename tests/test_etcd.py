@@ -170,8 +170,8 @@ def test_ranks_and_launchers_go_on_once_the_servers_are_back_with_their_data() -
         cluster.kill(0)
         # Longer than the store's timeout, after which each call has failed.
         time.sleep(4)
-        cluster.start(0)
         store.set_timeout(timedelta(seconds=30))
+        cluster.start(0)
         for where, key in ((store, "heartbeat/0"), (part, "node/0")):
             before, deadline = where.get(key), time.monotonic() + 30
             while where.get(key) == before:

@@ -381,7 +381,7 @@ def test_values_that_no_rank_writes_are_passed_over(value: bytes) -> None:
     store = HashStore()
     ranks = rendezvous(store, 2, timeout=30.0)
     assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
-    own = PrefixStore(key_prefix(0), store)
+    own: Any = PrefixStore(key_prefix(0), store)
     for key in ("heartbeat/0", "heartbeat/1", "1/dead", "epoch", "2/members"):
         own.set(key, value)
     time.sleep(2 * SILENT)

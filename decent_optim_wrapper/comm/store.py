@@ -28,6 +28,8 @@ _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
+# How long torch tries to connect anew.
+_RECONNECT = timedelta(seconds=3)
 
 
 def cloned(store: Any) -> Any:
@@ -52,13 +54,17 @@ def _connected(store: Any) -> Any:
 
     Torch would try until the timeout of the store, and print C++ stacks.
     """
-    if isinstance(server := _innermost(store), TCPStore):
-        try:
-            address = server.host, server.port
-            socket.create_connection(address, _LEAST_SECONDS_TO_CONNECT).close()
-        except OSError as error:
-            raise DistNetworkError(text_of(error)) from error
-    return cloned(store)
+    if not isinstance(server := _innermost(store), TCPStore):
+        return cloned(store)
+    try:
+        address = server.host, server.port
+        socket.create_connection(address, _LEAST_SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise DistNetworkError(text_of(error)) from error
+    connection = cloned(store)
+    # A clone of it has that, too: the server may end just after it has been found.
+    connection.set_timeout(_RECONNECT)
+    return connection
 
 
 def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
@@ -92,6 +98,8 @@ class BoundedStore:
 
     def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
+        # What is cloned for the next connection.
+        self._source = store
         self._connection: Any | None = store if ours else None
         self.timeout = timeout.total_seconds()
         # Seconds of the waits since the last answer.
@@ -143,7 +151,7 @@ class BoundedStore:
 
     def another(self, timeout: timedelta) -> BoundedStore:
         """The same store over another connection, with another timeout."""
-        return BoundedStore(self._store, timeout)
+        return BoundedStore(self._source, timeout)
 
     def clone(self) -> Any:
         """Another connection, whose calls have no deadline: for a thread that nothing waits for."""
@@ -173,7 +181,7 @@ class BoundedStore:
             with suppress(DistNetworkError):
                 if known is not None:
                     return known, ask(known)
-            connection = _connected(self._store)
+            connection = _connected(self._source)
             return connection, ask(connection)
 
         bound = max(least, self.timeout - self._silent)
@@ -184,6 +192,7 @@ class BoundedStore:
         except TimeoutError as error:
             self._silent += bound
             raise DistStoreError(f"no answer for {self._silent:.1f} s") from error
+        self._source = self._connection
         if answers:
             self.note_answer()
         return answer

@@ -204,7 +204,7 @@ class Heartbeat:
     def _tell(self, store: BoundedStore, key: str, dead: Set[int], known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""
         while (listed := read_ranks(key, known)) is not None:
-            text = json.dumps(sorted(dead.union(listed)))
+            text = json.dumps(sorted(dead | {*listed}))
             known = store.compare_set(key, known, text)
             if known == text:
                 return

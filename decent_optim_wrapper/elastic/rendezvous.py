@@ -300,7 +300,8 @@ class Rendezvous:
             ValueError: a rank could not start, and this rank starts together with it.
         """
         key = _members_key(epoch)
-        written = read_json(key, self._store.get(key), _members_or_failure, ())
+        nobody: tuple[int, ...] | dict[str, Any] = ()
+        written = read_json(key, self._store.get(key), _members_or_failure, nobody)
         if isinstance(written, tuple):
             return written
         if not self._took_part and self._life <= written["life"]:

@@ -44,7 +44,7 @@ def find_meeting(options: LaunchOptions) -> Meeting:
         return Meeting({STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store)
     host, port = options.endpoint or ("127.0.0.1", 0)
 
-    def connect() -> TCPStore:
+    def connect() -> Any:
         return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
     if options.node_rank == 0:
