@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,8 +29,8 @@ _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
-# How long torch tries to connect anew.
-_RECONNECT = timedelta(seconds=3)
+# How long torch tries to connect anew, and the pause before.
+_RECONNECT, _PAUSE = timedelta(seconds=3), 0.1
 
 
 def cloned(store: Any) -> Any:
@@ -177,10 +178,12 @@ class BoundedStore:
         known, self._connection = self._connection, None
 
         def connect_and_ask() -> tuple[Any, Any]:
-            # A call that was sent twice makes no difference to those who use this class.
-            with suppress(DistNetworkError):
-                if known is not None:
+            if known is not None:
+                # A call that was sent twice makes no difference to those who use this class.
+                with suppress(DistNetworkError):
                     return known, ask(known)
+                # A server that ends may close its connections before it takes no more of them.
+                time.sleep(_PAUSE)
             connection = _connected(self._source)
             return connection, ask(connection)
 
