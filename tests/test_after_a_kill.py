@@ -36,7 +36,7 @@ def test_ranks_go_on_at_once_without_one_whose_end_the_launcher_tells(
 
     monkeypatch.setattr("subprocess.Popen", start)
     # They would look for its heartbeat for longer than the script waits.
-    options = "--ranks 2 --minutes 0.05 --pause 3 --step 0.02 --stale-after 1000"
+    options = "--spare --ranks 2 --minutes 0.05 --pause 3 --step 0.02 --stale-after 1000"
     monkeypatch.setattr("sys.argv", ["after_a_kill.py", *options.split()])
     after_a_kill.main()
     # The rank that has come back, and the next spare process.

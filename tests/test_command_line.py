@@ -191,7 +191,8 @@ REFUSED = {
     "run --tee 3 x.py": "--tee is an option of torchrun; use --log-dir",
     "run --no-python x.py": "unrecognized arguments: --no-python",
     "run --store host1:2379 train.py": "expected a store as 'etcd://host1:2379,host2",
-    f"run --store {ETCD}?colour=red train.py": "unknown options ['colour']",
+    f"run --store {ETCD}?colour=red train.py": "of ca_cert, client_cert, client_key, password,",
+    "run --store etcd://host:70000/run train.py": "from 1 to 65535, got 'host:70000'",
     "run no_such.py --lr 1": "there is no script 'no_such.py' in ",
     "run": "required: script.py",
 }
@@ -205,6 +206,23 @@ def test_bad_arguments_are_named_and_exit_2_before_ranks_start_or_meet(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert REFUSED[command] in refusal(command)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("me:secret@host:2379/run", "host:2379,me:secret@host2:2379/run", "me:secret/run"),
+        *("host:2379/run;password=secret", "host:2379/run?ca_cert=ca.pem;password=secret"),
+        *("host:2379/run?user=me&password=a&secret", "host:2379?password=secret"),
+        *("host:2379/run?user=me:secret@host", "host:2379/run?user=me&password=secret"),
+    ],
+)
+def test_a_url_that_is_refused_is_not_quoted_beyond_its_hosts(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for scheme in ("etcd", "http"):
+        monkeypatch.setenv("DECENT_STORE", f"{scheme}://{place}")
+        assert "secret" not in refusal("run -m train")
 
 
 def test_a_missing_client_and_a_taken_port_are_errors_before_any_rank_is_started() -> None:

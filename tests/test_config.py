@@ -203,7 +203,7 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
         assert not ranks[0].is_over()
         second.start(2)
         # The launcher tells of the end of a later process.
-        part.set(beat_key(2), ENDED.decode())
+        part.set(beat_key(2), ENDED)
         await_(lambda: ranks[2].is_replaced and ranks[3].is_replaced)
         assert not second.is_over()
     finally:

@@ -27,6 +27,9 @@ from torch.distributed import DistError
 
 from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.launcher import nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -152,6 +155,32 @@ def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
         cluster.start(0)
         store.set_timeout(timedelta(seconds=30))
         assert store.get("key") == b"value"
+
+
+@mock.patch.multiple(nodes, PAUSE=0.1, SILENT_SECONDS=1.0)
+def test_ranks_and_launchers_go_on_once_the_servers_are_back_with_their_data() -> None:
+    said = list[str]()
+    with etcd_servers(1) as cluster:
+        store = EtcdStore(cluster.endpoints, "away", timedelta(seconds=1))
+        heartbeat = Heartbeat(BoundedStore(store, timedelta(seconds=60)), 0, stale_after=1.0)
+        heartbeat.start(life=1)
+        launcher = nodes.Nodes(lambda: store, 0, 1, None, said.append)
+        part = PrefixStore("decent_optim_wrapper/launcher", store)
+        part.wait(["node/0"], timedelta(seconds=30))
+        cluster.kill(0)
+        # Longer than the store's timeout, after which each call has failed.
+        time.sleep(4)
+        store.set_timeout(timedelta(seconds=30))
+        cluster.start(0)
+        for where, key in ((store, "heartbeat/0"), (part, "node/0")):
+            before, deadline = where.get(key), time.monotonic() + 30
+            while where.get(key) == before:
+                assert time.monotonic() < deadline, f"{key} has ended"
+                time.sleep(0.05)
+        heartbeat.stop()
+        launcher.leave(lambda: True)
+    assert len(said) == 1
+    assert "the store has not answered for 1 s: etcd at " in said[0]
 
 
 @pytest.mark.parametrize(

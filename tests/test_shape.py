@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint", "data")},
     "integrations": {*_WRAPPER, "wrapper", "checkpoint"},
     "planning": {"topo", "comm", "start"},
-    "launcher": {"checks", "comm", "elastic"},
+    "launcher": {"checks", "comm", "elastic", "errors"},
     "cli": {"checkpoint", "errors", "planning", "launcher", "topo"},
     "__main__": {"cli"},
 }

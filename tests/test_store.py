@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from loguru import logger
 from problem import make_params
 from restartable_processes import (
     STALE_AFTER,
@@ -29,7 +31,7 @@ from restartable_processes import (
     train_or_tell,
     wrap_elastic,
 )
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import PeerError
@@ -269,3 +271,122 @@ def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
     assert not own.is_taken()
     late.join()
     assert store.get("heartbeat/0") == b"1 1 1 "
+
+
+class Relay:
+    """Listens in the place of a store, and can close its connections, or hold them up for good.
+
+    Args:
+        port: of the store, on this machine.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._store = "127.0.0.1", port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._passing = set[socket.socket]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close all connections, as a firewall or a restart of the network does."""
+        for each in [*self._passing]:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Close all connections, and take no more."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self.close()
+
+    def hold(self) -> None:
+        """Pass nothing more on over the connections that are there, which stay open."""
+        self._passing.clear()
+
+    def _accept(self) -> None:
+        # Until the store has ended.
+        with suppress(OSError), self._listening:
+            while True:
+                ends = self._listening.accept()[0], socket.create_connection(self._store)
+                self._passing.update(ends)
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source:
+            while data := source.recv(65536):
+                if source in self._passing:
+                    sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def beat_counts(server: Store, size: int) -> list[int]:
+    """The numbers of the last heartbeats."""
+    own = PrefixStore(key_prefix(0), server)
+    return [int(own.get(f"heartbeat/{rank}").split()[1]) for rank in range(size)]
+
+
+def wait_for_heartbeats(server: Store, size: int) -> None:
+    """Return once every rank has sent more heartbeats than before which it could be missed."""
+    before, deadline = beat_counts(server, size), time.monotonic() + 30
+    while min(now - was for now, was in zip(beat_counts(server, size), before, strict=True)) < 12:
+        assert time.monotonic() < deadline, "the heartbeats have ended"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", ["close", "hold"])
+def test_heartbeats_and_agreements_go_on_over_a_new_connection(fault: str) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay = Relay(server.port)
+    stores = [TCPStore("127.0.0.1", relay.port, is_master=False) for _ in range(2)]
+    ranks = [rendezvous_of(store, rank, 2, timeout=30.0) for rank, store in enumerate(stores)]
+    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
+    for _ in range(2):
+        getattr(relay, fault)()
+        wait_for_heartbeats(server, 2)
+    if fault == "close":
+        # Nobody was missed, and the connections of the main threads were closed, too.
+        assert not any(rank.is_due() for rank in ranks)
+        assert gather(ranks, HAS_STATE) == [(0, 1)] * 2
+
+
+def test_a_store_that_does_not_answer_for_the_timeout_is_logged_once() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay, lines = Relay(server.port), list[str]()
+    own = BoundedStore(TCPStore("127.0.0.1", relay.port, is_master=False), timedelta(seconds=1))
+    heartbeat = Heartbeat(own, rank=0, stale_after=SILENT)
+    logger.enable("decent_optim_wrapper")
+    sink = logger.add(lambda message: lines.append(message.record["message"]))
+    try:
+        heartbeat.start(life=1)
+        relay.end()
+        deadline = time.monotonic() + 30
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+    finally:
+        heartbeat.stop()
+        logger.remove(sink)
+        logger.disable("decent_optim_wrapper")
+    (line,) = lines
+    assert re.match(r"rank 0: the store has not answered for [1-9]\d* s: .*refused", line)
+
+
+# No number, no JSON, no UTF-8, another type, and too deep for Python.
+ODD = (b"x 1", b"{", b"\xff\xfe", b'{"rank": 0}', b"[" * 100_000)
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_values_that_no_rank_writes_are_passed_over(value: bytes) -> None:
+    store = HashStore()
+    ranks = rendezvous(store, 2, timeout=30.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
+    own: Any = PrefixStore(key_prefix(0), store)
+    for key in ("heartbeat/0", "heartbeat/1", "1/dead", "epoch", "2/members"):
+        own.set(key, value)
+    time.sleep(2 * SILENT)
+    wait_for_heartbeats(store, 2)
+    assert not any(rank.is_due() for rank in ranks)
+    # The epoch whose list of members nobody can read is left out.
+    assert gather(ranks, HAS_STATE) == [(0, 1)] * 2
+    assert own.get("epoch") == b"3"

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_processes
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.start.launch import find_launch, init_distributed
 
 # What each launcher calls the rank, the number of ranks, and both among the ranks of the node.
@@ -143,6 +145,17 @@ def test_the_backend_follows_from_the_devices(
     assert calls == ([place[0]] if gpu is None else [gpu.index, place[0], gpu])
 
 
+def test_gloo_is_open_to_other_nodes_and_on_an_interface_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    initialise_without_a_group(monkeypatch, 0)
+    init_distributed("gloo")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    os.environ.update(WORLD_SIZE="4", RANK="1", GLOO_SOCKET_IFNAME="eth0")
+    init_distributed("gloo")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
 def test_too_few_devices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = initialise_without_a_group(monkeypatch, 2)
     with pytest.warns(UserWarning, match=r"2 CUDA device\(s\) for the 4 ranks.*backend=\"nccl\""):
@@ -169,15 +182,40 @@ def initialise_without_a_group(monkeypatch: pytest.MonkeyPatch, devices: int) ->
     return calls
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_process_that_comes_back_to_elastic_ranks_cannot_enter_their_group(
+    monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """It would wait there in silence. Ranks that are not elastic are all started again."""
+    calls = initialise_without_a_group(monkeypatch, 0)
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port)}
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    os.environ.update(where | own)
+    init_distributed("gloo")
+    Rendezvous.built = 0
+    other = Rendezvous(served, 0, 1, timedelta(seconds=40), stale_after=2.0)
+    assert other.gather(FIRST_NOTE).members == (0,)
+    if restarts:
+        with pytest.raises(RuntimeError, match=r"^rank 5: .* run with elastic.*leave init_"):
+            init_distributed("gloo")
+    else:
+        init_distributed("gloo")
+    assert len(calls) == 2 - restarts
+
+
 def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, int]]:
     """Also as after a restart, with a store that still holds the addresses of dead processes."""
     seen = []
     for restarts, launcher in enumerate(NAMES):
         theirs = variables(launcher, rank, 2, rank, 2, TORCHELASTIC_RESTART_COUNT=str(restarts))
-        others = {key: value for key, value in os.environ.items() if key not in OWN}
+        unset = {*OWN, "GLOO_SOCKET_IFNAME"}
+        others = {key: value for key, value in os.environ.items() if key not in unset}
         with mock.patch.dict(os.environ, others | theirs, clear=True):
             info = utils.initialize_dist("gloo")
             assert init_distributed() == info
+            # Only this machine reaches gloo, which all ranks share.
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             total = torch.tensor(float(rank + 1))
             dist.all_reduce(total)
             param = torch.zeros(1, requires_grad=True)

@@ -102,7 +102,7 @@ class EtcdStore(Store):
         weakref.finalize(self, self._close)
 
     def __repr__(self) -> str:
-        return f"EtcdStore({self._endpoints!r}, prefix={self._prefix!r})"
+        return f"EtcdStore({self._endpoints!r})"
 
     def clone(self) -> EtcdStore:
         """Return the store itself, since its calls do not wait for each other."""
@@ -275,8 +275,12 @@ def read_endpoint(text: str) -> tuple[str, int]:
         ValueError: it has another form than host:port, or there is no such port.
     """
     host, _, port = text.strip().rpartition(":")
+    if "@" in text:
+        # Without the text, which may hold a password.
+        raise ValueError("expected host:port, got an @; pass a user and a password as options")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"expected host:port, with a port from 1 to 65535, got {text!r}")
+        given = text if port.isdecimal() else host or text
+        raise ValueError(f"expected host:port, with a port from 1 to 65535, got {given!r}")
     return host, int(port)
 
 

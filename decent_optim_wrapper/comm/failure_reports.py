@@ -7,12 +7,13 @@ its neighbours would then consider this healthy rank as lost.
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.store import BoundedStore, read_json, read_ranks
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
 Result = TypeVar("Result")
@@ -143,9 +144,10 @@ class FailureReports:
             if rank in seen:
                 continue
             seen.add(rank)
-            if (note := store.find(_key(rank))) is None:
+            note = store.find(_key(rank))
+            if note is None or (lost := read_ranks(_key(rank), note)) is None:
                 silent.append(rank)
-            elif lost := json.loads(note):
+            elif lost:
                 pending += lost
             else:
                 return PeerLoss([rank], ended=True)
@@ -166,7 +168,11 @@ def _key(rank: int) -> str:
 
 
 def _read_error(store: BoundedStore) -> PeerLoss | None:
-    if (note := store.find("error")) is None:
+    return read_json("error", store.find("error") or "null", _error, None)
+
+
+def _error(value: Any) -> PeerLoss | None:
+    if value is None:
         return None
-    rank, text, out_of_order = json.loads(note)
-    return PeerLoss(ranks=[rank], error=text, out_of_order=out_of_order)
+    rank, text, out_of_order = value
+    return PeerLoss(ranks=[operator.index(rank)], error=str(text), out_of_order=bool(out_of_order))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -140,6 +141,15 @@ def _new_nccl(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -
     # It serves one GPU only.
     gpu = like.bound_device_id or torch.device("cuda", torch.cuda.current_device())
     return dist.ProcessGroupNCCL2(store, rank, size, options, gpu)
+
+
+def gloo_variables(is_one_node: bool) -> dict[str, str]:
+    """The variable with which only this machine reaches gloo, if all ranks are on it.
+
+    Empty if there are other nodes, or if the user has named an interface.
+    """
+    is_open = not is_one_node or sys.platform != "linux" or os.environ.get("GLOO_SOCKET_IFNAME")
+    return {} if is_open else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -6,13 +6,21 @@ the store has. Here such calls run on separate threads and are abandoned after a
 
 from __future__ import annotations
 
+import json
+import operator
+import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import DistError, DistStoreError
+from loguru import logger
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
+from decent_optim_wrapper.comm.background import Result
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.warn import warn
@@ -24,6 +32,8 @@ _LEAST_SECONDS = 1.5
 _LEAST_SECONDS_TO_CONNECT = 12.0
 # After how long a constructor that waits for other ranks says so; longer than most imports take.
 PATIENCE = 60.0
+# How long torch tries to connect anew, and the pause before.
+_RECONNECT, _PAUSE = timedelta(seconds=3), 0.1
 
 
 def cloned(store: Any) -> Any:
@@ -32,11 +42,33 @@ def cloned(store: Any) -> Any:
     A store that is written in Python is returned as it is. Torch would drop the Python object of
     its clone behind a `PrefixStore`, and the next call would find a pure virtual function.
     """
-    innermost = store
-    while isinstance(innermost, PrefixStore):
-        innermost = innermost.underlying_store
-    is_torchs = type(innermost).__module__.startswith("torch.")
+    is_torchs = type(_innermost(store)).__module__.startswith("torch.")
     return store.clone() if is_torchs and hasattr(store, "clone") else store
+
+
+def _innermost(store: Any) -> Any:
+    """The store behind its prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connected(store: Any) -> Any:
+    """The store over another connection; fails at once if nobody listens at its address.
+
+    Torch would try until the timeout of the store, and print C++ stacks.
+    """
+    if not isinstance(server := _innermost(store), TCPStore):
+        return cloned(store)
+    try:
+        address = server.host, server.port
+        socket.create_connection(address, _LEAST_SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise DistNetworkError(text_of(error)) from error
+    connection = cloned(store)
+    # A clone of it has that, too: the server may end just after it has been found.
+    connection.set_timeout(_RECONNECT)
+    return connection
 
 
 def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
@@ -87,7 +119,7 @@ def warn_of(late: Sequence[int], rank: int) -> None:
 
 
 class BoundedStore:
-    """A store whose calls have a deadline.
+    """A store whose calls have a deadline, over another connection after one was closed.
 
     Args:
         store: the store; it is cloned, not used itself.
@@ -98,8 +130,10 @@ class BoundedStore:
 
     def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
+        # What is cloned for the next connection.
+        self._source = store
         self._connection: Any | None = store if ours else None
-        self._timeout = timeout.total_seconds()
+        self.timeout = timeout.total_seconds()
         # Seconds of the waits since the last answer.
         self._silent = 0.0
 
@@ -117,12 +151,12 @@ class BoundedStore:
 
     def get(self, key: str) -> str:
         """The value of an existing key."""
-        return str(self._call(lambda store: store.get(key)).decode())
+        return as_text(self._call(lambda store: store.get(key)))
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
         """The values of existing keys, in one call if the store can."""
         found = self._call(lambda store: values_of(store, list(keys)))
-        return [value.decode() for value in found]
+        return [as_text(value) for value in found]
 
     def find(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""
@@ -134,11 +168,22 @@ class BoundedStore:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
-        return int(self._call(lambda store: store.add(key, amount)))
+        try:
+            return int(self._call(lambda store: store.add(key, amount)))
+        except ValueError as error:
+            raise DistStoreError(f"it has no number under {key!r}") from error
 
     def claim(self, key: str, value: str) -> None:
         """Write a value if the key has none yet."""
-        self._call(lambda store: store.compare_set(key, "", value))
+        self.compare_set(key, "", value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Write a value if the key has the expected one; return the value of the key after that."""
+        return as_text(self._call(lambda store: store.compare_set(key, expected, desired)))
+
+    def another(self, timeout: timedelta) -> BoundedStore:
+        """The same store over another connection, with another timeout."""
+        return BoundedStore(self._source, timeout)
 
     def clone(self) -> Any:
         """Another connection, whose calls have no deadline: for a thread that nothing waits for."""
@@ -164,10 +209,16 @@ class BoundedStore:
         known, self._connection = self._connection, None
 
         def connect_and_ask() -> tuple[Any, Any]:
-            connection = cloned(self._store) if known is None else known
+            if known is not None:
+                # A call that was sent twice makes no difference to those who use this class.
+                with suppress(DistNetworkError):
+                    return known, ask(known)
+                # A server that ends may close its connections before it takes no more of them.
+                time.sleep(_PAUSE)
+            connection = _connected(self._source)
             return connection, ask(connection)
 
-        bound = max(least, self._timeout - self._silent)
+        bound = max(least, self.timeout - self._silent)
         try:
             # After a failure the connection is not used again: a late answer would be read as the
             # answer to the next call.
@@ -175,6 +226,7 @@ class BoundedStore:
         except TimeoutError as error:
             self._silent += bound
             raise DistStoreError(f"no answer for {self._silent:.1f} s") from error
+        self._source = self._connection
         if answers:
             self.note_answer()
         return answer
@@ -185,3 +237,46 @@ def values_of(store: Any, keys: list[str]) -> list[bytes]:
     if store.has_extended_api():
         return list(store.multi_get(keys))
     return [store.get(key) for key in keys]
+
+
+def as_text(value: bytes) -> str:
+    """A value of a store as text, also if something else was written there."""
+    return value.decode(errors="replace")
+
+
+def read_json(key: str, text: str, build: Callable[[Any], Result], default: Result) -> Result:
+    """What a rank has written as JSON; `default` for a value that no rank writes.
+
+    Args:
+        key: where it is.
+        text: the value.
+        build: makes the result; one of its errors says that this is something else.
+        default: see above. The value is logged once.
+    """
+    try:
+        return build(json.loads(text))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        _note_unreadable(key)
+        return default
+
+
+def read_ranks(key: str, text: str) -> list[int] | None:
+    """A list of ranks, as `read_json` reads it; None for anything else."""
+    return read_json(key, text, rank_list, None)
+
+
+def rank_list(value: Any) -> list[int]:
+    """A value of JSON that should be a list of ranks.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list of ranks, got {value!r}")
+    return [operator.index(each) for each in value]
+
+
+@cache
+def _note_unreadable(key: str) -> None:
+    """Log once that the value of this key is none that a rank writes."""
+    logger.warning("the store has a value under {!r} that no rank has written: passed over", key)

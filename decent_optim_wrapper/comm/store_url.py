@@ -37,21 +37,22 @@ class StoreUrl(NamedTuple):
         """Read a URL.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: it is malformed. Of what may be a password, the text quotes nothing.
         """
         scheme, _, place = text.partition("://")
         place, _, query = place.partition("?")
         endpoints, _, prefix = place.partition("/")
         if scheme != "etcd" or not prefix:
-            # Without the query, which may hold a password.
-            raise ValueError(f"expected a store as {EXAMPLE!r}, got {text.partition('?')[0]!r}")
+            what = "without a prefix" if scheme == "etcd" else "of another kind"
+            raise ValueError(f"expected a store as {EXAMPLE!r}, got one {what}")
         for each in endpoints.split(","):
             read_endpoint(each)
         options = dict(parse_qsl(query, keep_blank_values=True))
-        if unknown := options.keys() - _OPTIONS:
+        if ";" in text or not options.keys() <= _OPTIONS:
             raise ValueError(
-                f"unknown options {sorted(unknown)} of the store etcd://{place}; the known ones "
-                f"are {', '.join(sorted(_OPTIONS))}"
+                f"expected options of the store etcd://{endpoints} as in ?ca_cert=ca.pem&user=me, "
+                f"of {', '.join(sorted(_OPTIONS))}, got others; write & and ; in a value as %26 "
+                f"and %3B"
             )
         return cls(text=text, endpoints=endpoints, prefix=prefix, options=options)
 

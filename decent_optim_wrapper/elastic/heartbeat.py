@@ -8,12 +8,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Set
-from typing import Any
+from collections.abc import Collection, Iterable, Set
+from datetime import timedelta
+
+from loguru import logger
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.store import BoundedStore, values_of
-from decent_optim_wrapper.elastic.liveness import ENDED, EpochWatch
+from decent_optim_wrapper.comm.store import BoundedStore, read_ranks
+from decent_optim_wrapper.elastic.liveness import ENDED, Beat, EpochWatch
+from decent_optim_wrapper.errors import text_of
 
 # The longest interval between two heartbeats. A rank makes two calls to the store in each.
 _LONGEST_PAUSE = 0.5
@@ -21,6 +24,8 @@ _LONGEST_PAUSE = 0.5
 _LOOKS = 4
 # For how many pauses a rank looks for another process of its number before its first heartbeat.
 _LOOKS_FOR_OTHERS = 3
+# The longest wait for an answer, after which the store is asked over another connection.
+_LONGEST_PATIENCE = 60.0
 _NOBODY = "nobody"
 
 
@@ -39,7 +44,7 @@ class Heartbeat:
         # Seconds between two heartbeats, and the looks without one after which a rank is dead.
         self._pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
         self._looks = round(stale_after / self._pause)
-        self._store = store
+        self._store, self._stale_after = store, stale_after
         self.rank = rank
         self._life = 0
         self._process = process_name(os.getpid())
@@ -53,6 +58,8 @@ class Heartbeat:
         self._stop = threading.Event()
         # Whether it stops because this rank has failed.
         self._leaves = False
+        # The numbers of the heartbeats, and when the store has answered the last one.
+        self._counts, self._answered = itertools.count(1), 0.0
 
     def is_taken(self) -> bool:
         """Return whether another process sends heartbeats of this rank.
@@ -60,18 +67,18 @@ class Heartbeat:
         Call it before `start`. If there is none, it takes a second or two, unless the launcher has
         marked the last one as ended.
         """
-        has_ended = self._store.find(beat_key(self.rank)) == ENDED.decode()
-        return not has_ended and self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
+        has_ended = self._store.find(beat_key(self.rank)) == ENDED
+        return not has_ended and self._hears([self.rank], 0, _LOOKS_FOR_OTHERS)
 
     def hears_members(self, ranks: Iterable[int], since: int) -> bool:
         """Return whether one of these ranks is alive and in this epoch or a later one.
 
         It listens for `stale_after`, after which members call each other dead.
         """
-        return self._hears(ranks, lambda beat: int(beat.split(" ")[2]) >= since, self._looks)
+        return self._hears(ranks, since, self._looks)
 
-    def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool], looks: int) -> bool:
-        """Return whether one of these ranks sends two new matching heartbeats.
+    def _hears(self, ranks: Iterable[int], since: int, looks: int) -> bool:
+        """Return whether one of these ranks sends two new heartbeats of this epoch or a later one.
 
         One may be the last one of a process that has ended: once a link is back, the kernel sends
         again what it could not send before.
@@ -83,7 +90,7 @@ class Heartbeat:
             time.sleep(self._pause / 5)
             for key, old in last.items():
                 beat = self._store.find(key)
-                if beat is None or beat == old or not counts(beat):
+                if beat is None or beat == old or Beat.parse(beat).epoch < since:
                     continue
                 if key in heard:
                     return True
@@ -99,7 +106,7 @@ class Heartbeat:
             life: number of this process among those that have had this rank; later ones are higher.
         """
         self._life = life
-        self._sent = f"{life} 0 0 {self._process} "
+        self._sent = str(Beat(life, process=self._process))
         # At once, since the ranks that watch this one expect a heartbeat.
         self._store.set(beat_key(self.rank), self._sent)
         in_background(self._run)
@@ -125,9 +132,7 @@ class Heartbeat:
 
     def heard(self, rank: int) -> str:
         """The text of the last heartbeat of a rank; empty without one."""
-        beat = self._store.find(beat_key(rank)) or ""
-        # Behind the life, the number of the heartbeat, the epoch and the process.
-        return beat.split(" ", 4)[-1]
+        return Beat.parse(self._store.find(beat_key(rank)) or "").text
 
     def stop(self) -> None:
         """Send no more heartbeats."""
@@ -143,56 +148,67 @@ class Heartbeat:
         self.stop()
 
     def _run(self) -> None:
-        try:
-            # Its own connection, so that no call of the main thread delays the heartbeat.
-            store = self._store.clone()
-            for count in itertools.count(1):
-                watch = self._watch
-                beat = f"{self._life} {count} {watch.epoch} {self._process} {self._text}"
-                self._beat(store, beat)
-                if self.is_replaced:
-                    return
-                if watch.epoch:
-                    self._look(store, watch)
-                self._store.note_answer()
-                if self._stop.wait(self._pause):
-                    if self._leaves:
-                        # The heartbeat of a later process of this rank stays.
-                        store.compare_set(beat_key(self.rank), self._sent, ENDED.decode())
-                    return
-        except RuntimeError:
-            # The store is gone, and no agreement is possible without it.
-            return
+        """Send heartbeats until told to stop, over another connection after each error."""
+        patience, self._answered, said = self._stale_after, time.monotonic(), 0.0
+        is_over = False
+        while not is_over:
+            try:
+                # Its own connection, so that no call of the main thread delays the heartbeat.
+                self._send(self._store.another(timedelta(seconds=patience)))
+                return
+            except RuntimeError as error:
+                silent = time.monotonic() - self._answered
+                if silent > self._store.timeout and said != self._answered:
+                    said = self._answered
+                    text = "rank {}: the store has not answered for {:.0f} s: {}"
+                    logger.warning(text, self.rank, silent, text_of(error))
+                # A call that hangs keeps its thread, so there should be few.
+                patience = min(2 * max(self._stale_after, silent), _LONGEST_PATIENCE)
+                is_over = self._stop.wait(self._pause)
 
-    def _beat(self, store: Any, beat: str) -> None:
+    def _send(self, store: BoundedStore) -> None:
+        store.connect()
+        while not (self.is_replaced or self._stop.is_set()):
+            watch = self._watch
+            beat = Beat(self._life, next(self._counts), watch.epoch, self._process, self._text)
+            self._beat(store, str(beat))
+            if watch.epoch and not self.is_replaced:
+                self._look(store, watch)
+            self._store.note_answer()
+            self._answered = time.monotonic()
+            self._stop.wait(self._pause)
+        if self._leaves and not self.is_replaced:
+            # The heartbeat of a later process of this rank stays.
+            store.compare_set(beat_key(self.rank), self._sent, ENDED)
+
+    def _beat(self, store: BoundedStore, beat: str) -> None:
         """Send one heartbeat, and notice another process that sends them for this rank."""
         key = beat_key(self.rank)
-        found = store.compare_set(key, self._sent, beat).decode()
+        found = store.compare_set(key, self._sent, beat)
         if found != beat:
-            life, *_ = found.split()
             # The launcher may have marked the end of the later process.
-            self.is_replaced = int(life) > self._life or found == ENDED.decode()
+            self.is_replaced = Beat.parse(found).life > self._life or found == ENDED
             if not self.is_replaced:
                 store.set(key, beat)
         self._sent = beat
 
-    def _look(self, store: Any, watch: EpochWatch) -> None:
+    def _look(self, store: BoundedStore, watch: EpochWatch) -> None:
         """Read everything that concerns this rank, in one call."""
         epoch, watched = watch.epoch, watch.watched
         keys = [_dead_key(epoch), request_key(epoch + 1), *map(beat_key, watched)]
-        dead, requested, *beats = values_of(store, keys)
-        newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
-        if watch.look(newest, json.loads(dead), asked):
-            self._tell(store, epoch, watch.dead, dead.decode())
+        dead, requested, *beats = store.get_all(keys)
+        listed, asked = read_ranks(keys[0], dead) or (), requested != _NOBODY
+        if watch.look(dict(zip(watched, beats, strict=True)), listed, asked):
+            self._tell(store, keys[0], watch.dead, dead)
 
-    def _tell(self, store: Any, epoch: int, dead: Set[int], known: str) -> None:
+    def _tell(self, store: BoundedStore, key: str, dead: Set[int], known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""
-        while True:
-            text = json.dumps(sorted(dead | {*json.loads(known)}))
-            found = store.compare_set(_dead_key(epoch), known, text).decode()
-            if found == text:
+        while (listed := read_ranks(key, known)) is not None:
+            text = json.dumps(sorted(dead | {*listed}))
+            known = store.compare_set(key, known, text)
+            if known == text:
                 return
-            known = found
+        store.set(key, json.dumps(sorted(dead)))
 
 
 def process_name(pid: int) -> str:

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 # In place of the heartbeat of a process that is known to have ended.
-ENDED = b"0 0 0 0 "
+ENDED = "0 0 0 0 "
+
+
+class Beat(NamedTuple):
+    """A heartbeat.
+
+    Args:
+        life: number of the process among those that have had its rank; 0 for a value that is none.
+        number: of the heartbeat; no two of a process are the same.
+        epoch: the epoch of the process; 0 before the first one.
+        process: its name.
+        text: what it says.
+    """
+
+    life: int = 0
+    number: int = 0
+    epoch: int = 0
+    process: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @classmethod
+    def parse(cls, value: str) -> Beat:
+        """Read a value of the store."""
+        try:
+            life, number, epoch, process, text = value.split(" ", 4)
+            return cls(int(life), int(number), int(epoch), process, text)
+        except ValueError:
+            return cls()
 
 
 class EpochWatch:
@@ -28,14 +59,14 @@ class EpochWatch:
         self._members = sorted(members)
         self._looks = looks
         # The last heartbeat of each watched rank, and the number of looks since then.
-        self._beats: dict[int, bytes] = {}
+        self._beats: dict[int, str] = {}
         self._silent: dict[int, int] = {}
         self.dead: frozenset[int] = frozenset()
         # Whether a rank asks for the next epoch.
         self.requested = False
         self.watched = self._choose()
 
-    def look(self, beats: Mapping[int, bytes], listed: Collection[int], requested: bool) -> bool:
+    def look(self, beats: Mapping[int, str], listed: Collection[int], requested: bool) -> bool:
         """Update from one poll of the other ranks.
 
         Args:

@@ -14,6 +14,7 @@ both halves come, the compare-and-set decides between them.
 from __future__ import annotations
 
 import json
+import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +28,20 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.state_transfer import difference
-from decent_optim_wrapper.comm.store import PATIENCE, BoundedStore, warn_of
+from decent_optim_wrapper.comm.store import (
+    PATIENCE,
+    BoundedStore,
+    as_text,
+    rank_list,
+    read_json,
+    warn_of,
+)
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
-from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, process_name, request_key
 from decent_optim_wrapper.elastic.links import LinkTrial
-from decent_optim_wrapper.elastic.liveness import ENDED
+from decent_optim_wrapper.elastic.liveness import ENDED, Beat
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -220,10 +228,14 @@ class Rendezvous:
 
     def _skip_to_open(self) -> None:
         """Skip the epochs whose members have been written."""
-        self._epoch = max(self._epoch, int(self._store.find("epoch") or 0))
+        self._epoch = max(self._epoch, self._last_epoch())
         while self._store.check([_members_key(self._epoch + 1)]):
             self._epoch += 1
             self._read_members(self._epoch)
+
+    def _last_epoch(self) -> int:
+        """The last epoch whose members were connected; 0 before the first one."""
+        return read_json("epoch", self._store.find("epoch") or "0", operator.index, 0)
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
@@ -239,8 +251,7 @@ class Rendezvous:
                 if present[0] == self.rank:
                     warn_of(sorted({*self._everyone} - {*present}), self.rank)
             if late and more:
-                since = int(self._store.find("epoch") or 1)
-                hears = self._heartbeat.hears_members(self._others, since)
+                hears = self._heartbeat.hears_members(self._others, max(1, self._last_epoch()))
                 timeout, more = (timeout + self._timeout, more - 1) if hears else (timeout, 0)
                 # The members may have been written meanwhile.
                 continue
@@ -299,9 +310,11 @@ class Rendezvous:
         Raises:
             ValueError: a rank could not start, and this rank starts together with it.
         """
-        written = json.loads(self._store.get(_members_key(epoch)))
-        if not isinstance(written, dict):
-            return tuple(written)
+        key = _members_key(epoch)
+        nobody: tuple[int, ...] | dict[str, Any] = ()
+        written = read_json(key, self._store.get(key), _members_or_failure, nobody)
+        if isinstance(written, tuple):
+            return written
         if not self._took_part and self._life <= written["life"]:
             raise ValueError(
                 f"rank {self.rank}: rank {written['rank']} could not start, and no rank goes on "
@@ -343,8 +356,11 @@ class Rendezvous:
 
     def _notes(self, epoch: int, ranks: Sequence[int]) -> dict[int, Note]:
         """The notes of ranks that have entered."""
-        texts = self._store.get_all([_note_key(epoch, rank) for rank in ranks])
-        return {rank: Note(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
+        keys = [_note_key(epoch, rank) for rank in ranks]
+        texts = self._store.get_all(keys)
+        # A rank whose note cannot be read receives the state of another one.
+        notes = (read_json(*each, _note, FIRST_NOTE) for each in zip(keys, texts, strict=True))
+        return dict(zip(ranks, notes, strict=True))
 
 
 def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
@@ -361,15 +377,32 @@ def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
     store, key, number = connect(), beat_key(rank), 0
     # A wrapper whose constructor has failed there may have sent no heartbeat.
     while (part := PrefixStore(key_prefix(number), store)).check([_starts_key(rank)]):
-        beat = part.get(key).decode() if part.check([key]) else ENDED.decode()
-        if beat.split(" ")[3] == process_name(pid):
-            part.compare_set(key, beat, ENDED.decode())
+        beat = as_text(part.get(key)) if part.check([key]) else ENDED
+        if Beat.parse(beat).process == process_name(pid):
+            part.compare_set(key, beat, ENDED)
         number += 1
+
+
+def last_epoch_key() -> str:
+    """The key that exists once ranks have met for the first wrapper."""
+    return f"{key_prefix(0)}/epoch"
 
 
 def key_prefix(number: int) -> str:
     """The prefix of the store's keys of this process's wrapper `number`, from 0."""
     return f"decent_optim_wrapper/rendezvous {number}"
+
+
+def _members_or_failure(value: Any) -> tuple[int, ...] | dict[str, Any]:
+    """The members, or which rank could not start and why."""
+    if not isinstance(value, dict):
+        return tuple(rank_list(value))
+    return {"life": operator.index(value["life"]), "rank": value["rank"], "error": value["error"]}
+
+
+def _note(value: Any) -> Note:
+    round, needs_state, calls_made, summary = value
+    return Note(operator.index(round), bool(needs_state), operator.index(calls_made), summary)
 
 
 def _members_key(epoch: int) -> str:

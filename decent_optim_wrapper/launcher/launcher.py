@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from decent_optim_wrapper.comm.process_groups import gloo_variables
 from decent_optim_wrapper.launcher.console import Console
 from decent_optim_wrapper.launcher.meeting import find_meeting
 from decent_optim_wrapper.launcher.nodes import Nodes
@@ -18,6 +19,7 @@ from decent_optim_wrapper.launcher.program import Program
 from decent_optim_wrapper.launcher.rank_process import RankProcess
 from decent_optim_wrapper.launcher.supervisor import ENDING, Supervisor
 
+_NAME = "decent_optim_wrapper"
 # How long the launcher waits at its end for a console that nobody empties, after a signal.
 _CONSOLE_SECONDS = 4.0
 
@@ -25,9 +27,8 @@ _CONSOLE_SECONDS = 4.0
 def launch(options: LaunchOptions) -> int:
     """Start the ranks of this node, and return when all of them have ended for good.
 
-    A rank that ends with an error, or is killed, is restarted; a spare process takes its place if
-    there is one. If the launcher is killed, so are its ranks (on Linux), but not what the ranks
-    have started.
+    A rank that ends with an error, or is killed, is restarted. If the launcher is killed, so are
+    its ranks (on Linux), but not what the ranks have started.
 
     Args:
         options: what to start, where, and how often.
@@ -38,27 +39,26 @@ def launch(options: LaunchOptions) -> int:
 
     Raises:
         ModuleNotFoundError: the client of etcd is needed and not installed.
-        OSError: the port of the store or a log cannot be opened.
+        OSError: the port of the store cannot be opened.
         ValueError: one of a pair of the store's options is missing.
     """
     # From now on: a signal before the ranks are started ends them, too.
     with _received_signals() as signals:
         meeting = find_meeting(options)
-        logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
+        logs = options.log_dir or Path(tempfile.gettempdir()) / f"{_NAME}_{uuid.uuid4().hex}"
         console = Console()
-        nodes = Nodes(meeting.connect, options.node_rank, options.nnodes, meeting.keeper)
+        where = meeting.connect, options.node_rank, options.nnodes, meeting.keeper
+        nodes = Nodes(*where, console.say)
         program = _program(options, meeting.environ)
-        first = options.node_rank * options.nproc_per_node
+        first, keeps_all = options.node_rank * options.nproc_per_node, options.log_dir is not None
         ranks = [
-            RankProcess(first + local, local, program, logs / f"rank_{first + local}", console)
-            for local in range(options.nproc_per_node)
+            RankProcess(rank, rank - first, program, logs / f"rank_{rank}", keeps_all, console)
+            for rank in range(first, first + options.nproc_per_node)
         ]
         code = Supervisor(ranks, program, options, signals, console, nodes).run()
         waited_for = len(signals)
         nodes.leave(lambda: len(signals) > waited_for)
-    shown = console.close(_CONSOLE_SECONDS if ENDING.keys() & set(signals) else None)
-    if shown and not options.log_dir and code == 0 and all(rank.starts == 1 for rank in ranks):
-        shutil.rmtree(logs, ignore_errors=True)
+    console.close(_CONSOLE_SECONDS if ENDING.keys() & set(signals) else None)
     return code
 
 
@@ -88,5 +88,6 @@ def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **gloo_variables(options.nnodes == 1),
     }
     return Program(options.command, {**shared, **environ})

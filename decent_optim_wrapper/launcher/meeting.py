@@ -44,12 +44,13 @@ def find_meeting(options: LaunchOptions) -> Meeting:
         return Meeting({STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store)
     host, port = options.endpoint or ("127.0.0.1", 0)
 
-    def connect() -> TCPStore:
+    def connect() -> Any:
         return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
     if options.node_rank == 0:
         served = _serve(options.endpoint)
-        port, connect = served.port, lambda: served
+        # A clone has a connection of its own, which may be lost; the store goes on.
+        port, connect = served.port, served.clone
     environ = {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
@@ -62,13 +63,14 @@ def find_meeting(options: LaunchOptions) -> Meeting:
 
 def _serve(endpoint: tuple[str, int] | None) -> TCPStore:
     """Serve a store; without an endpoint on a free port that only this machine can reach."""
-    # On all addresses: the name of the host may stand for one that this machine does not know.
-    address = ("", endpoint[1]) if endpoint else ("127.0.0.1", 0)
-    dual = endpoint is not None and socket.has_dualstack_ipv6()
+    host, port = endpoint or ("127.0.0.1", 0)
+    is_local = host == "localhost" or host.startswith("127.")
+    dual = not is_local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
+    # Others on all addresses: the name of the host may stand for one that is not known here.
+    address = host if is_local else "", port
     listening = socket.create_server(address, family=family, dualstack_ipv6=dual)
     # The store's own threads serve, and close the socket.
     port, descriptor = listening.getsockname()[1], listening.detach()
-    return TCPStore(
-        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    here = host if is_local else "localhost"
+    return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

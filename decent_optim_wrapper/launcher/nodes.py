@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import values_of
+from decent_optim_wrapper.errors import text_of
 
 PAUSE = 1.0
 # Looks without a new beat after which a node counts as dead, and seconds without an answer after
@@ -36,12 +37,14 @@ class Nodes:
         nnodes: number of nodes.
         keeper: the node that holds the store, and with which it is lost; None for a store that is
             there already.
+        say: prints a line of the launcher.
     """
 
     connect: Callable[[], Any]
     node: int
     nnodes: int
     keeper: int | None
+    say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         # Whether a rank of any node has ended without an error.
@@ -69,7 +72,7 @@ class Nodes:
         """Return why no rank can be started again; empty if the store may answer."""
         if self.finished:
             return "others have ended without an error"
-        if self._keeper is None or time.monotonic() < self._looked + SILENT_SECONDS:
+        if self._keeper is None or not self._is_silent():
             return ""
         silent = f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s"
         return f"{silent}: look at the launcher there"
@@ -88,18 +91,24 @@ class Nodes:
     def _waits_for_others(self) -> bool:
         others = (each for node, each in enumerate(self._beats) if node != self.node)
         go_on = any(looks < _LOOKS and beat != b"ended" for beat, looks in others)
-        return go_on and self.keeper == self.node and not self._talking.done()
+        return go_on and self.keeper == self.node and not self._is_silent()
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() > self._looked + SILENT_SECONDS
 
     def _talk(self) -> None:
+        said = 0.0
         while not self._stop.is_set():
             try:
                 self._beat(PrefixStore("decent_optim_wrapper/launcher", self.connect()))
-            except RuntimeError:
-                # The store is gone: the ranks say so themselves.
-                if self._keeper is None or self._stop.is_set():
-                    return
+            except RuntimeError as error:
                 # It should have started by now, even if it has never answered.
                 self._looked = min(self._looked, time.monotonic())
+                if self._is_silent() and said != self._looked:
+                    said = self._looked
+                    self.say(
+                        f"the store has not answered for {SILENT_SECONDS:g} s: {text_of(error)}"
+                    )
                 self._stop.wait(PAUSE)
 
     def _beat(self, store: Any) -> None:

@@ -32,6 +32,7 @@ class LaunchOptions:
             machine, for one node.
         store: a store in etcd in place of the store of node 0.
         max_restarts: how often each rank is started again after it has died.
+        spare: whether one more process imports torch, and becomes the next rank that dies.
         backoff: seconds from the first death of a rank to its restart; doubles with every death.
         log_dir: folder for the output of each rank; None keeps the output only if a rank fails.
 
@@ -46,6 +47,7 @@ class LaunchOptions:
     endpoint: tuple[str, int] | None = None
     store: StoreUrl | None = None
     max_restarts: int = 3
+    spare: bool = False
     backoff: float = 1.0
     log_dir: Path | None = None
 
@@ -80,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=int, metavar="N", help="number of this node; 0 by default")
     add("--max-restarts", type=int, metavar="N", help="restarts of each rank; 3 by default")
     add("--backoff", type=float, metavar="N", help="seconds before the first one; 1 by default")
+    text = "keep a process that has imported torch, to become the rank that dies next"
+    add("--spare", action="store_true", help=text)
     add("--endpoint", metavar="HOST:PORT", help="node 0 and a free port there, on all nodes")
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
     add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)

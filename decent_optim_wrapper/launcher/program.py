@@ -1,9 +1,10 @@
-"""What the ranks run, and their processes, of which one more waits to replace any that dies."""
+"""What the ranks run, and their processes, of which one more may wait to replace any that dies."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,8 @@ class Program:
         if spare is None or spare[0].poll() is not None:
             spare = self._popen(stdout=stdout, stderr=stderr)
         process, connection = spare
+        # Somebody may have stopped it, who did not know that it would be needed.
+        process.send_signal(signal.SIGCONT)
         with connection, suppress(OSError):
             files = [stdout.fileno(), stderr.fileno()]
             socket.send_fds(connection, [json.dumps(environ).encode()], files)

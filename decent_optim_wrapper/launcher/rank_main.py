@@ -1,4 +1,4 @@
-"""What the process of a rank runs before its script; a spare process imports torch meanwhile.
+"""What the process of a rank runs before its script; a spare process imports torch first.
 
 It runs as a script, so that nothing of the package is imported before the paths are those of the
 rank.
@@ -14,47 +14,13 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from importlib import abc, import_module, machinery, util
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
 _IMPORTED = "torch", "decent_optim_wrapper"
-
-
-class _Hidden(abc.MetaPathFinder, abc.Loader):
-    """Hides what is imported until the script imports it.
-
-    torch reads many variables when it is imported. If the script has set any by then, or finds
-    another installation in `sys.path`, it starts again, without these imports. A child that it has
-    forked does not: it is no second rank.
-    """
-
-    def __init__(self) -> None:
-        self._environ, self._folder, self._pid = dict(os.environ), Path.cwd(), os.getpid()
-        names = [name for name in sys.modules if name.partition(".")[0] in _IMPORTED]
-        self._modules = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, *_: object) -> machinery.ModuleSpec | None:
-        """Find what is hidden; see `importlib.abc.MetaPathFinder`."""
-        if name not in self._modules:
-            return None
-        # With its place, for code that asks for that before it imports the package, or never does.
-        path = self._modules[name].__file__
-        return util.spec_from_file_location(name, path, loader=self, submodule_search_locations=[])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Show all that is hidden, or start the script again; see `importlib.abc.Loader`."""
-        spec = machinery.PathFinder.find_spec(module.__name__)
-        # None where a finder of an editable installation has found it.
-        is_same = spec in (None, self._modules[module.__name__].__spec__)
-        if not (is_same and os.environ == self._environ) and os.getpid() == self._pid:
-            os.chdir(self._folder)
-            os.execve(sys.executable, sys.orig_argv, self._environ)
-        # In this order, and without remove(): another thread may import one of them meanwhile.
-        sys.modules.update(self._modules)
-        sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
 
 
 def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
@@ -94,9 +60,8 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     # It starts a folder or an archive in another way.
     if not is_spare or not (is_module or script.endswith(".py")):
         os.execv(sys.executable, sys.orig_argv)
-    _Hidden()
     sys.argv[:] = command
-    loader = machinery.SourceFileLoader("__main__", str(Path(script).absolute()))
+    loader = SourceFileLoader("__main__", str(Path(script).absolute()))
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=__builtins__)
     if is_module:

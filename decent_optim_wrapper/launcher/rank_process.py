@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from decent_optim_wrapper.launcher.console import STDERR, STDOUT, Console, CopiedFile
+from decent_optim_wrapper.launcher.console import Console
+from decent_optim_wrapper.launcher.output import STDERR, STDOUT, Output
 from decent_optim_wrapper.launcher.program import Process, Program
 
 
@@ -22,6 +23,7 @@ class RankProcess:
         local_rank: its number on this node.
         program: what it runs.
         folder: where its output is kept.
+        keeps_all: whether all of it is kept, or only the end of that of processes that fail.
         console: where its output is copied to.
     """
 
@@ -29,13 +31,14 @@ class RankProcess:
     local_rank: int
     program: Program
     folder: Path
+    keeps_all: bool
     console: Console
 
     def __post_init__(self) -> None:
         self.starts = self.pid = 0
         self._process: Process | None = None
-        # The output of its process that is copied to the console, and its errors.
-        self._copied: tuple[CopiedFile, ...] = ()
+        # What its process prints, and its errors.
+        self._outputs: list[Output] = []
 
     @property
     def is_running(self) -> bool:
@@ -46,7 +49,7 @@ class RankProcess:
         """Start the process, for the first time or again.
 
         Raises:
-            OSError: its log cannot be opened, or the system starts no more processes.
+            OSError: the system starts no more processes.
         """
         environ = {
             "RANK": str(self.rank),
@@ -54,16 +57,16 @@ class RankProcess:
             "TORCHELASTIC_RESTART_COUNT": str(self.starts),
         }
         self.starts += 1
-        self.folder.mkdir(parents=True, exist_ok=True)
         # The files of an earlier launch in the folder are kept.
         number = len(list(self.folder.glob("*.stderr.log"))) + 1
-        out, log = (self.folder / f"start_{number}.{name}.log" for name in ("stdout", "stderr"))
-        with out.open("wb") as stdout, log.open("wb") as stderr:
-            # Before the process: if one cannot be opened, there is none that nobody watches.
-            self._copied = CopiedFile(out, self.rank, STDOUT), CopiedFile(log, self.rank, STDERR)
-            self._process = self.program.start(environ, stdout, stderr)
+        logs = [self.folder / f"start_{number}.{name}.log" for name in ("stdout", "stderr")]
+        self._outputs = [
+            Output(self.rank, stream, log, self.keeps_all, self.console.say_once)
+            for stream, log in zip((STDOUT, STDERR), logs, strict=True)
+        ]
+        self._process = self.program.start(environ, *(each.file for each in self._outputs))
         self.pid = self._process.pid
-        self.console.follow(self._copied)
+        self.console.follow(self._outputs)
 
     def poll(self) -> int | None:
         """Return its exit code, or the negative number of the signal that killed it; only once."""
@@ -73,8 +76,8 @@ class RankProcess:
             # What it has started, such as workers of a DataLoader, would disturb its next process.
             self.signal(signal.SIGKILL)
         self._process = None
-        for file in self._copied:
-            file.end()
+        for output in self._outputs:
+            output.end(has_failed=code != 0)
         return code
 
     def signal(self, number: signal.Signals, send: Callable[[int, int], None] = os.killpg) -> None:

@@ -66,7 +66,7 @@ class Supervisor:
                     if (code := rank.poll()) is not None:
                         self._note_end(rank, code)
                 self._start_again()
-                if self.options.max_restarts and not self._reason:
+                if self.options.spare and not self._reason:
                     self.program.prepare()
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -101,7 +101,7 @@ class Supervisor:
                 try:
                     rank.start()
                 except OSError as error:
-                    # The other ranks go on: a disk that is full now need not be so at the next try.
+                    # The other ranks go on.
                     self.console.say(f"rank {rank.rank} cannot be started: {error}")
                     self._note_end(rank, 1)
 

@@ -146,9 +146,8 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
             )
     if elastic is not None and found.store is None:
         raise ValueError(
-            f"elastic needs a store in which the ranks agree: start the script with `python -m "
-            f"decent_optim_wrapper run` or torchrun, pass Elastic(store=...), rank and world_size, "
-            f"or {_INITIALISE}"
+            "elastic needs a store in which the ranks agree: start the script with `python -m "
+            "decent_optim_wrapper run` or torchrun, or pass rank, world_size and Elastic(store=...)"
         )
     return found
 

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from decent_optim_wrapper.comm.process_groups import gloo_variables
+from decent_optim_wrapper.elastic.rendezvous import last_epoch_key
 from decent_optim_wrapper.warn import warn
 
 # In the order of the fields of `Launch` after its launcher.
@@ -73,7 +76,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     MASTER_ADDR and MASTER_PORT are taken from the environment. If they are missing, the defaults
     under Slurm are the first node of the job step and a port made from the numbers of job and step;
     under Open MPI on one node the address is 127.0.0.1. Under all three launchers the variables
-    that torchrun sets are then set. LOCAL_WORLD_SIZE is the wrapper's default for
+    that torchrun sets are then set, and GLOO_SOCKET_IFNAME=lo if all ranks are on one node and it
+    is not set: nobody else reaches gloo there. LOCAL_WORLD_SIZE is the wrapper's default for
     `local_world_size`.
 
     If torchrun restarts the ranks of one node, they use other keys of its store than before. On
@@ -92,7 +96,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         device of the local rank, which becomes the current device; else the CPU.
 
     Raises:
-        RuntimeError: a variable is missing; the text names it.
+        RuntimeError: a variable is missing; the text names it. Or this process comes back to ranks
+            that train with ``elastic``, whose process group it could not enter.
         ValueError: a variable has a wrong value, or there is no CUDA device for this rank.
     """
     if dist.is_initialized():
@@ -105,6 +110,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend = backend or _default_backend(launch)
         device = _device(backend, launch)
         os.environ.update(launch.variables())
+        os.environ.update(gloo_variables(launch.world_size == launch.local_world_size))
+        _check_that_none_are_elastic(launch)
         # Without it, torch takes the GPU of the local rank, also where there is another number.
         gpu = device if device.type == "cuda" else None
         more = _store_after_a_restart(launch)
@@ -220,6 +227,19 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
         f"the variable {' or '.join(names)} is missing; start the script with torchrun, srun or "
         f"mpirun, which set it, or export it"
     )
+
+
+def _check_that_none_are_elastic(launch: Launch) -> None:
+    """Check that a restarted process finds no ranks that have gone on without it."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_agent and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        store = TCPStore(launch.master_addr, int(launch.master_port), is_master=False)
+        if store.check([last_epoch_key()]):
+            raise RuntimeError(
+                f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
+                f"group it cannot enter; leave init_distributed() out of the script, and let "
+                f"Elastic() find the launcher's store"
+            )
 
 
 def _store_after_a_restart(launch: Launch) -> dict[str, Any]:

@@ -226,6 +226,9 @@ def main() -> None:
     parser.add_argument("--pause", type=float, help="seconds between kills")
     parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
     parser.add_argument("--torchft", type=float, nargs=2, help="seconds: for joins, for heartbeats")
+    parser.add_argument(
+        "--spare", action="append_const", const="--spare", default=[], help="of the launcher"
+    )
     # Of a rank.
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lighthouse", default="", help=argparse.SUPPRESS)
@@ -243,7 +246,16 @@ def main() -> None:
             "--nproc-per-node",
             args.ranks,
         ]
-        command = [*launcher, "--max-restarts", 1000, __file__, *options, "--lighthouse", address]
+        command = [
+            *launcher,
+            "--max-restarts",
+            1000,
+            *args.spare,
+            __file__,
+            *options,
+            "--lighthouse",
+            address,
+        ]
         process = subprocess.Popen(list(map(str, command)), stdout=sys.stderr)
         try:
             row = measure(args, Logs(Path(folder)))
