@@ -7,8 +7,10 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch import Tensor
 from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
-from decent_optim_wrapper.checkpoint import Checkpoints, whole_file
+from decent_optim_wrapper.checkpoint import Checkpoints, sets, whole_file
 from decent_optim_wrapper.checkpoint.saved_set import SavedSet
 
 WORLD = 2
@@ -212,6 +214,85 @@ def test_a_set_of_an_earlier_version_is_loaded_after_the_command_of_the_guide(
     assert resume(folder) == [4, 4]
 
 
+def test_a_set_of_another_run_in_the_folder_is_named(
+    saved: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+
+    def anew(rank: int, group: dist.ProcessGroup) -> None:
+        start(group, folder, seed=1).advance(rank, range(3))
+
+    run_threads(WORLD, anew)
+    # Once, although three sets are saved.
+    (text,) = warned
+    assert f"{folder / 'step_00000004'} is of another run, which this one, at step 1" in text
+    assert "give every run its own folder, or remove" in text
+    assert resume(folder) == [4, 4]
+    warned.clear()
+
+    def go_on(rank: int, group: dist.ProcessGroup) -> None:
+        # From the set before a damaged one, in whose place it saves its own.
+        run = start(group, folder)
+        assert run.resume() == 3
+        warned.clear()
+        run.advance(rank, range(3, 6))
+        assert not warned
+
+    flip_a_bit(file_of(folder, 4, rank=1))
+    run_threads(WORLD, go_on)
+    assert resume(folder) == [6, 6]
+
+
+def test_of_two_jobs_in_one_folder_none_mixes_its_files_with_the_others(
+    tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2 * WORLD, timeout=60)
+
+    def write_together(*args: Any, fill: Any = whole_file.write_state) -> str:
+        both.wait()
+        return str(fill(*args))
+
+    def job(seed: int) -> list[str]:
+        def main(rank: int, group: dist.ProcessGroup) -> str:
+            checkpoints = start(group, tmp_path, seed).checkpoints
+            try:
+                checkpoints.save(1, {"job": torch.full((1 << 18,), seed)})
+            except OSError as error:
+                return str(error)
+            return ""
+
+        return run_threads(WORLD, main)
+
+    monkeypatch.setattr(sets, "write_state", write_together)
+    with ThreadPoolExecutor() as pool:
+        errors = [each for job in pool.map(job, (1, 2)) for each in job]
+    for text in filter(None, errors):
+        assert "its bytes are not those that were written; give every run its own folder" in text
+    saved = [path for path in files(tmp_path) if path.suffix == ".pt"]
+    assert len(saved) == WORLD
+    for path in saved:
+        (job_number,) = torch.load(path)["job"].unique()
+        assert job_number in (1, 2)
+
+
+def test_a_set_that_another_job_has_replaced_is_named(
+    saved: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, seed=1)
+        run.advance(rank, range(4))
+        assert not warned
+        if rank == 0:
+            shutil.copytree(saved / "step_00000004", marker_of(tmp_path, 4).parent, **exists)
+        run.advance(rank, range(4, 6))
+
+    exists: dict[str, Any] = {"dirs_exist_ok": True}
+    run_threads(WORLD, main)
+    (text,) = warned
+    assert f"{tmp_path / 'step_00000004'} is of another run" in text
+
+
 def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None:
     train(tmp_path, 6)
     assert files(tmp_path) == sets_of(tmp_path, 5, 6)
@@ -223,7 +304,9 @@ def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None
         run.advance(rank, range(5, 6))
 
     file_of(tmp_path, 6, rank=1).unlink()
-    left = whole_file.part_of(file_of(tmp_path, 2, rank=1))
+    file = file_of(tmp_path, 2, rank=1)
+    left = whole_file.part_of(file)
+    assert left != whole_file.part_of(file), "two jobs would write to the same file"
     left.parent.mkdir()
     left.write_bytes(b"left by a killed process")
     run_threads(WORLD, resumed)
@@ -307,8 +390,8 @@ def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_se
     name: str, tmp_path: Path
 ) -> None:
     run_processes(WORLD, save_after_a_loss, tmp_path, name, lost={1})
-    partial = whole_file.part_of(file_of(tmp_path / "1", 3, rank=1))
-    assert partial.exists() == (name == "half written")
+    file = file_of(tmp_path / "1", 3, rank=1)
+    assert len(whole_file.parts_of(file)) == (name == "half written")
 
     def go_on(rank: int, group: dist.ProcessGroup) -> int:
         run = start(group, tmp_path / str(rank))
@@ -318,7 +401,7 @@ def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_se
         return step
 
     assert run_threads(WORLD, go_on) == [MOMENTS[name][-1]] * 2
-    assert not partial.exists()
+    assert not whole_file.parts_of(file)
 
 
 def test_a_step_that_does_not_come_after_the_last_set_is_refused(tmp_path: Path) -> None:
@@ -390,9 +473,14 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
 
 
 def fill_the_disk(path: Path, patch: pytest.MonkeyPatch) -> None:
-    part = whole_file.part_of(path)
-    part.parent.mkdir()
-    part.symlink_to("/dev/full")
+    def symlink(path: Path, make: Callable[[Path], Path] = whole_file.part_of) -> Path:
+        part = make(path)
+        if "rank_1" in path.name and path.parent.name == "step_00000003":
+            part.symlink_to("/dev/full")
+        return part
+
+    path.parent.mkdir()
+    patch.setattr(whole_file, "part_of", symlink)
 
 
 def damage_on_the_way(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -434,7 +522,7 @@ def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have
         else:
             run.checkpoints.save(3, large)
         assert set(sets_of(tmp_path, 2)) <= set(files(tmp_path))
-        assert not whole_file.part_of(file_of(tmp_path, 3, rank=1)).exists()
+        assert not whole_file.parts_of(file_of(tmp_path, 3, rank=1))
 
     def go_on(rank: int, group: dist.ProcessGroup) -> None:
         run = start(group, tmp_path, keep=1)

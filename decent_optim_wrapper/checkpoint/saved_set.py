@@ -107,6 +107,12 @@ class SavedSet(NamedTuple):
         for name in names:
             whole_file.check(self.folder / str(name), self.digests[name])
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if its marker is now that of another set."""
+        marker = self.folder / next(iter(self.digests)).marker
+        return marker.is_file() and marker.read_bytes() != str(self).encode()
+
     def mark(self, own: FileName) -> str:
         """Write the marker, as all ranks do, through the temporary name of this rank's file.
 

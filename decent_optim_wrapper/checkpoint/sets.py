@@ -21,7 +21,7 @@ from decent_optim_wrapper.checkpoint.saved_set import (
     saved_steps,
 )
 from decent_optim_wrapper.checkpoint.saving_ranks import SavingRanks
-from decent_optim_wrapper.checkpoint.whole_file import part_of, write_state
+from decent_optim_wrapper.checkpoint.whole_file import parts_of, write_state
 from decent_optim_wrapper.checks import instance_of, whole
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.parameters import named_parameters
@@ -81,6 +81,9 @@ class Checkpoints:
         self._ranks = SavingRanks(optimizer)
         # Step and number of ranks of the sets that are known to be complete on all ranks.
         self._complete: list[tuple[int, int]] = []
+        # The same of all that are known, and the set that was saved last, to notice another run.
+        self._known: set[tuple[int, int]] = set()
+        self._written: SavedSet | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's file and wait for the other ranks' files; collective.
@@ -110,6 +113,7 @@ class Checkpoints:
         # Older sets stay until every rank has it.
         if self._write(folder, lambda: written.mark(own)):
             self._complete.append((step, own.world_size))
+            self._written = written
             self._prune()
 
     def load(
@@ -172,6 +176,7 @@ class Checkpoints:
                 f"it is missing, damaged, or of another run on {self._ranks.savers(bad)}"
             )
             found.discard(newest)
+            self._known.add((step, world_size))
         if saved_steps(self._folder):
             self._ranks.warn(
                 f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks, "
@@ -242,7 +247,8 @@ class Checkpoints:
 
     def _check_step(self, step: int) -> None:
         newest, _ = self._complete[-1] if self._complete else (-1, 0)
-        steps, last = zip(*self._ranks.gather(step, newest), strict=True)
+        numbers = self._ranks.gather(step, newest, self._step_of_another_run(step))
+        steps, last, others = zip(*numbers, strict=True)
         # A rank that was cut off from the last save() does not know that this set is complete on
         # the others, and must not overwrite its file.
         if len(set(steps)) > 1 or step <= max(last):
@@ -251,6 +257,22 @@ class Checkpoints:
                 f"{max(last)}, the step of the last set, got {[*steps]} by rank and shard; call it "
                 f"at the same place everywhere, and once for each step"
             )
+        if max(others) >= 0:
+            self._ranks.warn(
+                f"checkpoint {folder_of(self._folder, max(others))} is of another run, which this "
+                f"one, at step {step}, has not loaded; load() takes the newest set, whoever saved "
+                f"it: give every run its own folder, or remove the sets of the other one"
+            )
+
+    def _step_of_another_run(self, step: int) -> int:
+        """The step of a set of another run, above `step` or in place of the last one; or -1."""
+        own = self._ranks.own
+        marked = {*marked_sets(self._folder, own.shards)}
+        others = [each for each, _ in marked - self._known if each > step]
+        if self._written is not None and self._written.is_replaced:
+            others.append(self._written.step)
+        self._known |= {*marked, (step, own.world_size)}
+        return max(others, default=-1)
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
@@ -266,6 +288,6 @@ class Checkpoints:
                 file = folder / str(own)
                 # The last rank removes the folder. Files that remain only take space.
                 with suppress(OSError):
-                    for path in (folder / own.marker, file, part_of(file)):
+                    for path in (folder / own.marker, file, *parts_of(file)):
                         path.unlink(missing_ok=True)
                     folder.rmdir()

@@ -8,13 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 import torch
 
 
 def part_of(path: Path) -> Path:
-    """The name of a file until it is complete."""
-    return path.with_name(path.name + ".part")
+    """A new name for a file until it is complete: two jobs never write to the same file."""
+    return path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """What was left of a file by processes that were killed."""
+    return [*path.parent.glob(f"{path.name}*.part")]
 
 
 def write(path: Path, fill: Callable[[BinaryIO], object], part: Path) -> str:
