@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from collections.abc import Iterable
@@ -65,9 +66,13 @@ def marked_sets(root: Path, shards: int) -> list[tuple[int, int]]:
         root: the folder.
         shards: number of parts of a replica in these sets.
     """
-    paths = (path.relative_to(root) for path in root.glob("step_*/set_of_*"))
-    found = (_MARKER.fullmatch(str(path)) for path in paths)
+    found = (_MARKER.fullmatch(path) for path in _listed(root, "step_*/set_of_*"))
     return [(int(m[1]), int(m[2])) for m in found if m and int(m[3] or 1) == shards]
+
+
+def _listed(root: Path, pattern: str) -> list[str]:
+    # Path.glob would raise if another rank removes an old set meanwhile.
+    return glob.glob(pattern, root_dir=root)  # noqa: PTH207
 
 
 class SavedSet(NamedTuple):
