@@ -214,6 +214,35 @@ def test_a_set_of_an_earlier_version_is_loaded_after_the_command_of_the_guide(
     assert resume(folder) == [4, 4]
 
 
+def found_in(folder: Path, warned: list[str]) -> str:
+    """Nothing is loaded from a folder, but a warning says what is in it."""
+    warned.clear()
+    assert resume(folder) == [0, 0]
+    return "".join(warned)
+
+
+def test_sets_that_are_not_where_they_are_expected_are_named(
+    saved: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    run = tmp_path / "runs" / "mine"
+    shutil.copytree(saved, run)
+    newest = marker_of(run, 4).parent
+    shutil.copytree(newest, tmp_path / "kept" / "best")
+    for folder, where in (
+        *((newest, newest), (tmp_path / "runs", newest), (tmp_path, newest)),
+        (tmp_path / "kept", tmp_path / "kept" / "best"),
+    ):
+        text = found_in(folder, warned)
+        assert f"{folder} has no set" in text
+        assert str(where) in text
+        assert "pass the folder of one run, which has its sets in folders such as step_" in text
+    assert "not a folder" in found_in(file_of(run, 4, 0), warned)
+    assert found_in(tmp_path / "new", warned) == ""
+    (tmp_path / "new" / "logs").mkdir(parents=True)
+    assert found_in(tmp_path / "new", warned) == ""
+    assert resume(run) == [4, 4]
+
+
 def test_a_set_of_another_run_in_the_folder_is_named(
     saved: Path, tmp_path: Path, warned: list[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ from decent_optim_wrapper.checkpoint import whole_file
 # No more digits than an int64 holds, as which ranks compare these numbers.
 _FOLDER = re.compile(r"step_(\d{1,18})")
 _MARKER = re.compile(r"step_(\d{1,18})/set_of_(\d{1,18})(?:_with_(\d+)_shards)?\.sha256")
+# How many folders deep to look for sets that are not where they are expected.
+_DEEPEST = 4
 _FILE = re.compile(r"rank_(\d+)_of_(\d+)(?:_shard_(\d+)_of_(\d+))?\.pt")
 
 
@@ -73,6 +76,21 @@ def marked_sets(root: Path, shards: int) -> list[tuple[int, int]]:
 def _listed(root: Path, pattern: str) -> list[str]:
     # Path.glob would raise if another rank removes an old set meanwhile.
     return glob.glob(pattern, root_dir=root)  # noqa: PTH207
+
+
+def sets_elsewhere(root: Path) -> str:
+    """Say what a folder without sets holds instead, for messages; empty if nothing of a set."""
+    if root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
+        return f"{root} is not a folder that this process can read"
+    patterns = ("*/" * depth + "rank_*_of_*.pt" for depth in range(_DEEPEST))
+    found = sorted({(root / path).parent for each in patterns for path in _listed(root, each)})
+    if not found:
+        return ""
+    return (
+        f"{root} has no set, and the files of sets in {', '.join(map(str, found[:3]))} are not "
+        f"loaded: pass the folder of one run, which has its sets in folders such as "
+        f"{folder_of(Path(), 120)}, and give a copied set such a name"
+    )
 
 
 class SavedSet(NamedTuple):

@@ -19,6 +19,7 @@ from decent_optim_wrapper.checkpoint.saved_set import (
     marked_sets,
     read_set,
     saved_steps,
+    sets_elsewhere,
 )
 from decent_optim_wrapper.checkpoint.saving_ranks import SavingRanks
 from decent_optim_wrapper.checkpoint.whole_file import parts_of, write_state
@@ -183,6 +184,8 @@ class Checkpoints:
                 f"with a marker {own.marker}, that can be used; the guide to checkpoints says how "
                 f"to load sets of an earlier version, or of replicas spread in another way"
             )
+        elif elsewhere := sets_elsewhere(self._folder):
+            self._ranks.warn(elsewhere)
         return None
 
     def _open(self, step: int, world_size: int) -> tuple[SavedSet | None, str]:
