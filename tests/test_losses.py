@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, StateAverage
+from decent_optim_wrapper.comm.failure_reports import FailureReports
 from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
@@ -202,3 +203,42 @@ def test_a_dropped_wrapper_waits_and_leaves_the_users_connections_alone(topology
     results = run_threads(4, main)
     assert [total for _, total in results] == [12.0] * 4
     assert 0.8 < results[0][0] < PATIENCE / 2
+
+
+@pytest.mark.slow
+@mock.patch("decent_optim_wrapper.gossip.pipeline._CLOSE_TIMEOUT", timedelta(seconds=1))
+def test_a_rank_that_ends_before_its_last_round_arrives_is_named_as_one_that_ended() -> None:
+    """As with skorch's EarlyStopping on each rank's own part of the data."""
+    ended = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group)
+        take_steps(optimizer, params, rank, range(3 if rank else 4))
+        if rank == 0:
+            del optimizer
+            gc.collect()
+            ended.set()
+            return ""
+        assert ended.wait(PATIENCE)
+        with pytest.raises(PeerError) as caught:
+            take_steps(optimizer, params, rank, range(3, 9))
+        assert caught.value.rank == 0
+        return str(caught.value)
+
+    text = run_threads(2, main)[1]
+    assert "lost rank 0, which ended, or has made fewer calls" in text
+    assert "look there for the first error" not in text
+
+
+class DeadStore:
+    """Gone with the process that held it, which was the first to end."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+@pytest.mark.parametrize("store", [DeadStore(), None])
+def test_without_a_store_a_lost_rank_may_have_ended(store: Any) -> None:
+    advice = FailureReports(store, rank=1).find([0], silent=False).advice
+    assert "look there for the first error, or for why it has ended before the others" in advice

@@ -171,11 +171,13 @@ class Connections:
             self._closure = Closure(reason=reason, broken=broken)
         abort(self._release())
 
+    def note_end(self) -> None:
+        """Let ranks that lose this one know that it has ended by itself, unless it has failed."""
+        if self._ready is not None:
+            self._reports.note(())
+
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
-        if self._ready is not None:
-            # Before the others see the connections closed.
-            self._reports.note(())
         close(self._release(), self.gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
 

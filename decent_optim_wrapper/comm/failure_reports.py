@@ -36,12 +36,14 @@ class PeerLoss(NamedTuple):
         error: the error that the rank itself has noted; empty if there is none.
         ended: whether it has closed its connections without an error of the library.
         out_of_order: whether its error is a `CallOrderError`: it is alive, but in another call.
+        without_store: whether no store answers that would say so.
     """
 
     ranks: list[int]
     error: str = ""
     ended: bool = False
     out_of_order: bool = False
+    without_store: bool = False
 
     def __str__(self) -> str:
         if len(self.ranks) != 1:
@@ -58,6 +60,11 @@ class PeerLoss(NamedTuple):
             return (
                 "look there for an error; if there is none, make the same number of calls on every "
                 "rank, with torch.distributed.algorithms.Join if some have fewer batches"
+            )
+        if self.without_store:
+            return (
+                "look there for the first error, or for why it has ended before the others: no "
+                "store answers in which it would have said so"
             )
         return "look there for the first error"
 
@@ -95,8 +102,11 @@ class FailureReports:
         self._try(lambda store: store.claim("error", note))
 
     def note(self, suspects: Sequence[int]) -> None:
-        """Note the ranks that may be lost, before the connections are closed; none at the end."""
-        self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
+        """Note the ranks that may be lost, before the connections are closed; none at the end.
+
+        Only the first note counts: a rank that ends may then lose others.
+        """
+        self._try(lambda store: store.claim(_key(self._rank), json.dumps(list(suspects))))
 
     def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:
         """Find the lost rank: one of the suspects, or one that their notes name.
@@ -111,7 +121,7 @@ class FailureReports:
         while time.monotonic() < deadline:
             found = self._try(lambda store: self._look(store, suspects))
             if found is None:
-                break
+                return loss._replace(without_store=True)
             loss = found
             if loss.error or loss.ended or (several and len(loss.ranks) == 1):
                 break

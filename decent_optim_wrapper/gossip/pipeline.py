@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Literal, NamedTuple, Self, TypedDict
 
 from loguru import logger
@@ -99,7 +100,9 @@ class Pipeline:
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
         # that leaves with a round in flight would break it for a slower peer, and a gloo thread
         # that still runs while Python is finalised can abort the process.
-        weakref.finalize(self, _close, self._open)
+        close = weakref.finalize(self, _close, self._open)
+        # A process of multiprocessing, unless it was spawned, ends without `atexit`.
+        Finalize(self, close, exitpriority=0)
 
     @property
     def in_flight(self) -> Round | None:
@@ -346,6 +349,8 @@ def _end(opened: _Open) -> None:
     """
     transport = opened["session"].transport
     transport.limit_waits(_CLOSE_TIMEOUT)
+    # First, because a wait in vain closes the connections.
+    transport.note_end()
     try:
         if opened["round"] and not transport.is_closed:
             opened["round"].receive()
