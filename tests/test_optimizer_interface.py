@@ -280,6 +280,7 @@ class Wrapping(Optimizer):
 
     _step_supports_amp_scaling = True
     is_second_order = False
+    _flag_of_the_base = True
 
     def __init__(self, base: Optimizer) -> None:
         self._base_optimizer = base
@@ -290,11 +291,16 @@ class Wrapping(Optimizer):
         for group in self.param_groups:
             torch._foreach_mul_(group["params"], 0.5)
 
+    @staticmethod
+    def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> float:
+        """AdafactorSchedule of Hugging Face calls it."""
+        return 0.25
+
     def step(self, closure: Any = None) -> Any:
         return self._base_optimizer.step(closure)
 
 
-def test_public_attributes_of_the_base_are_reached_through_the_wrapper_and_no_others() -> None:
+def test_public_attributes_and_methods_of_the_base_are_reached_and_no_others() -> None:
     params = make_params()
     base: Any = Wrapping(sgd(params))
     wrapper: Any = wrap(params, base=base)
@@ -302,8 +308,8 @@ def test_public_attributes_of_the_base_are_reached_through_the_wrapper_and_no_ot
     before = flatten(params)
     wrapper.halve()
     assert torch.equal(flatten(params), before / 2)
-    assert "_base_optimizer" in vars(base)
-    for name in ("_base_optimizer", "__fspath__", "anything_else"):
+    assert wrapper._get_lr(wrapper.param_groups[0], {}) == 0.25  # noqa: SLF001
+    for name in ("_flag_of_the_base", "__fspath__", "anything_else", "_anything_else"):
         assert not hasattr(wrapper, name)
     with pytest.raises(AttributeError, match="'Wrapping' object has no attribute 'anything_else'"):
         _ = wrapper.anything_else

@@ -53,10 +53,15 @@ class DelegatingOptimizer(Optimizer):
         self._base.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward public names only: the base's private flags for GradScaler must not leak."""
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._base, name)
+        """Forward public names, and private methods, such as Adafactor's for its schedule.
+
+        The base's private flags for GradScaler must not leak.
+        """
+        if name != "_base" and not name.startswith("__"):
+            value = getattr(self._base, name)
+            if not name.startswith("_") or callable(value):
+                return value
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
