@@ -58,6 +58,10 @@ def test_a_writer_that_cannot_write_is_refused() -> None:
     writer: Any = print
     with pytest.raises(TypeError, match="add_scalar, log_metrics, log, or None on ranks"):
         log_stats(wrap(make_params()), writer)
+    # What it has takes a run's id: `mlflow` itself knows the run.
+    client: Any = SimpleNamespace(log_metric=print, log_batch=print)
+    with pytest.raises(TypeError, match="for MLflow pass the module mlflow, not a client"):
+        log_stats(wrap(make_params()), client)
 
 
 @pytest.mark.slow

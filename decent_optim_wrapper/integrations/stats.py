@@ -41,8 +41,8 @@ def log_stats(
     Args:
         optimizer: the wrapper, or what a framework returns for it.
         writer: an object with `add_scalar` (torch.utils.tensorboard's SummaryWriter), `log_metrics`
-            (MLflow, the loggers of Lightning) or `log` (Weights & Biases). None on ranks that do
-            not write.
+            (the module `mlflow`, the loggers of Lightning) or `log` (Weights & Biases). None on
+            ranks that do not write.
         step: number of this step; None takes `optimizer.round`.
         distance: as in `gossip_stats`.
 
@@ -53,7 +53,8 @@ def log_stats(
     if writer is not None and not any(hasattr(writer, name) for name in known):
         raise TypeError(
             f"writer expects an object that has one of {', '.join(known)}, or None on ranks that "
-            f"do not write, got {type(writer).__name__}"
+            f"do not write, got {type(writer).__name__}; for MLflow pass the module mlflow, not a "
+            f"client"
         )
     values = gossip_stats(optimizer, distance=distance)
     step = optimizer.round if step is None else step
