@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.start.setup import Setup
 
 pytestmark = pytest.mark.slow
@@ -225,6 +225,28 @@ def fit_manually(rank: int, folder: Path) -> None:
     pairs = [*zip(model.parameters(), task.make_model().parameters(), strict=True)]
     for trained, start in (pairs[0], pairs[-1]):
         assert not torch.equal(trained, start)
+
+
+def save_after_an_error(rank: int, folder: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    def training_step(self: Any, batch: Any, index: int) -> Tensor:
+        if (rank, index) == (1, 2):
+            raise ValueError("a bad image")
+        return task.loss_of(self.model, batch)
+
+    module = make_module(training_step=training_step)
+    saving = ModelCheckpoint(folder / "model", filename="last", save_on_exception=True)
+    callbacks = [OnExceptionCheckpoint(folder), saving]
+    error = ValueError if rank else PeerError
+    with pytest.raises(error, match="a bad image"):
+        fit(module, folder, max_epochs=1, gossip=GOSSIP, callbacks=callbacks)
+    name = "-rank_1.ckpt" if rank else ".ckpt"
+    for path in (folder / f"on_exception{name}", folder / "model" / f"last{name}"):
+        stored = torch.load(path, weights_only=False)
+        assert_same(list(stored["state_dict"].values()), values(module))
+        assert stored["optimizer_states"][0]["gossip"]["round"] > 0
+    assert not torch.equal(vector_of(module), vector_of(make_module()))
 
 
 def vector_of(module: nn.Module) -> Tensor:
@@ -630,6 +652,7 @@ RUNS = {
         LIGHTNING,
         partial(fit_and_resume, precision="fp16"),
     ),
+    "after an error each rank saves what it has": (LIGHTNING, save_after_an_error),
     "several optimizers are wrapped in manual optimization": (LIGHTNING, fit_manually),
     "averages over time are averaged over the ranks": (LIGHTNING, fit_with_swa),
     "weights swapped for validation do not change it": (LIGHTNING, fit_with_swapped_weights),

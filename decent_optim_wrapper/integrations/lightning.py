@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,11 +41,14 @@ class GossipStrategy(DDPStrategy):
         self._wrapping = Wrapping(gossip)
         self._validation = ExitStack()
         # Lightning calls callbacks before the strategy in both hooks. This one comes first, so that
-        # others swap weights in when no bucket waits to be mixed, and get them back from the end.
+        # others swap weights in when no bucket waits to be mixed, and get them back from the end,
+        # and save after an error without the other ranks.
         self._around_swaps = LambdaCallback(
             on_validation_start=lambda *_: self._wrapping.mix_early(),
             on_validation_end=lambda *_: self._validation.close(),
+            on_exception=lambda *_: self._leave(),
         )
+        self._has_left = False
 
     def configure_ddp(self) -> None:
         """Leave the module without DDP."""
@@ -55,6 +59,7 @@ class GossipStrategy(DDPStrategy):
         if type(self.precision_plugin) is plugins.MixedPrecision:
             self.precision_plugin.__class__ = MixedPrecision
         self._wrapping.release()
+        self._has_left = False
         self._wrapping.models = [trainer.lightning_module]
         self.optimizers = [self._wrapping.wrap(optimizer) for optimizer in self.optimizers]
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -82,6 +87,31 @@ class GossipStrategy(DDPStrategy):
         """The optimizer's state beside an averaged module; collective."""
         with self._wrapping.averaged():
             return super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write the checkpoint on rank 0; after an error, on each rank what it has."""
+        if self._has_left and not self.is_global_zero:
+            path = Path(filepath)
+            path = path.with_stem(f"{path.stem}-rank_{self.global_rank}")
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the other ranks, unless there was an error."""
+        if not self._has_left:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object to all ranks; after an error each keeps its own."""
+        return obj if self._has_left else super().broadcast(obj, src)
+
+    def _leave(self) -> None:
+        """Communicate no more after an error: the other ranks are somewhere else, or gone."""
+        self._has_left = True
+        self._wrapping.release()
 
     def on_train_end(self) -> None:
         """Keep the average; collective."""
