@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -612,8 +613,17 @@ def train_with_the_trainer(rank: int, folder: Path) -> None:
     assert figures[0, :, 0].equal(figures[1, :, 0])
     assert figures[0, :, 1].ne(figures[1, :, 1]).all()
 
+    checkpoint = folder / f"checkpoint-{SAVED}"
     trainer = make_hugging_face_trainer(folder)
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    # Each rank has gone on with its own parameters and moments.
+    assert_same(trainer.model.model.state_dict(), saved[-1][0])
+
+    if rank == 0:
+        shutil.rmtree(checkpoint / "ranks")
+    dist.barrier()
+    trainer = make_hugging_face_trainer(folder)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
     resumed = plain_for(trainer, rank)
     resumed.resume(saved[SAVED // EVERY - 1])
     train_as_trainer(resumed, STEPS - SAVED)

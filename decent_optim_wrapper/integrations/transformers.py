@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
+from torch import Tensor
 
+from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
 from decent_optim_wrapper.integrations.stats import gossip_stats
+from decent_optim_wrapper.optim.gradients import params_of
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -20,13 +24,17 @@ else:
 
 __all__ = ["GossipMixin"]
 
+# The folder in a checkpoint of the Trainer with each rank's own state.
+_RANKS = "ranks"
+
 
 class GossipMixin(_Trainer):
     """Lets a Trainer gossip parameters: ``class MyTrainer(GossipMixin, Trainer)``.
 
     The model is not wrapped in DDP, and the Trainer's optimizer is wrapped, with its groups and its
     schedule. Evaluation and checkpoints use the average over all ranks, which is kept at the end
-    unless the best model is loaded. Logs of the loss also contain `gossip_stats`.
+    unless the best model is loaded. A checkpoint also has each rank's own state, in its folder
+    ``ranks``, from which as many ranks go on. Logs of the loss also contain `gossip_stats`.
 
     ``average_tokens_across_devices`` is turned off: it is an all-reduce in every step, for
     gradients that are summed over the ranks.
@@ -65,9 +73,30 @@ class GossipMixin(_Trainer):
                 logs.update(gossip_stats(wrapper))
         super().log(logs, *args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._wrapping.averaged():
-            super()._save_checkpoint(*args, **kwargs)
+            super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            # The Trainer saves the average, and the moments of rank 0.
+            step, (wrapper,) = self.state.global_step, self._wrapping.wrappers
+            state = {"tensors": self._own_tensors(), "optimizer": wrapper.state_dict()}
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
+            Checkpoints(folder / _RANKS, wrapper).save(step, state)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            (wrapper,) = self._wrapping.wrappers
+            saved = Checkpoints(Path(checkpoint) / _RANKS, wrapper).load("cpu", same_world=True)
+            if saved is not None:
+                for own, value in zip(self._own_tensors(), saved.state["tensors"], strict=True):
+                    own.copy_(value)
+                wrapper.load_state_dict(saved.state["optimizer"])
+
+    def _own_tensors(self) -> list[Tensor]:
+        """What may differ between ranks: what the optimizer trains, and the buffers."""
+        params = [each.detach() for each in params_of(self._wrapping.wrappers[0])]
+        return [*params, *(each for model in self._wrapping.models for each in model.buffers())]
 
     def _load_best_model(self) -> None:
         # The round in flight must not be mixed into the best model, the same on all ranks.
