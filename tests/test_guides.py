@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,17 +166,30 @@ def test_the_recipes_of_the_cluster_guide_can_be_parsed() -> None:
         assert ("endpoint" in args) == (args.store is None)
 
 
-@pytest.mark.slow
-def test_the_program_of_the_cluster_guide_starts_its_ranks(tmp_path: Path) -> None:
+def cells_of_the_cluster_guide(folder: Path, world_size: int) -> list[str]:
+    """What the page writes into two cells, which print, and the module that they need."""
     page = blocks_of(CLUSTERS)
     (script,) = (block.code for block in page if block.info == "python")
-    (program,) = (block.code for block in page if "mp.spawn" in block.code)
     begin = "from test_guides import batches, build_model, loss\ndef train():\n"
-    end = "assert optimizer.topology.world_size == 4\nprint('trained', optimizer.round)"
+    end = f"assert optimizer.topology.world_size == {world_size}\nprint('trained', optimizer.round)"
     body = f"loader = batches(0, 8)\n{script}{end}"
-    (tmp_path / "my_module.py").write_text(begin + indent(body, "    "))
+    (folder / "my_module.py").write_text(begin + indent(body, "    "))
     (port,) = free_ports(1)
-    program = program.replace("29500", str(port))
+    cells = [block.code for block in page if "rank_main" in block.code]
+    return [
+        cell.replace("29500", str(port))
+        .replace('"4"', f'"{world_size}"')
+        .replace("=4", f"={world_size}")
+        for cell in cells
+    ]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_cluster_guide_starts_its_ranks(tmp_path: Path) -> None:
+    module, program = cells_of_the_cluster_guide(tmp_path, 4)
+    magic, _, module = module.partition("\n")
+    assert magic == "%%writefile my_ranks.py"
+    (tmp_path / "my_ranks.py").write_text(module)
     # Without importing torch again in all of them.
     forked = program.replace(
         "mp.spawn(rank_main", 'mp.start_processes(rank_main, start_method="fork"'
@@ -185,6 +199,29 @@ def test_the_program_of_the_cluster_guide_starts_its_ranks(tmp_path: Path) -> No
     printed = run_script("program.py", cwd=tmp_path)
     # The output of ranks that print at the same time is mixed.
     assert [printed.count(each) for each in ("trained", "8")] == [4, 4], printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_cells_of_the_cluster_guide_train_in_a_notebook(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ipykernel")
+    from jupyter_client.manager import start_new_kernel
+
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=env)
+    try:
+        for cell in cells_of_the_cluster_guide(tmp_path, 2):
+            reply = client.execute_interactive(cell, timeout=280, output_hook=lambda _: None)
+            assert reply["content"]["status"] == "ok", reply["content"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    # The ranks print where the kernel does.
+    printed = capfd.readouterr().out
+    assert [printed.count(each) for each in ("trained", "8")] == [2, 2], printed
 
 
 NUMBER = re.compile(r"(-?\d+\.\d+)")
