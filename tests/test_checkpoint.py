@@ -280,7 +280,7 @@ def test_of_two_jobs_in_one_folder_none_mixes_its_files_with_the_others(
 
     def write_together(*args: Any, fill: Any = whole_file.write_state) -> str:
         both.wait()
-        return fill(*args)
+        return str(fill(*args))
 
     def job(seed: int) -> list[str]:
         def main(rank: int, group: dist.ProcessGroup) -> str:

@@ -37,8 +37,8 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     average = Averaging(files=paths).of(states, min(states))
     out.parent.mkdir(parents=True, exist_ok=True)
     # The name must never stand for half a file.
-    torch.save(average, part := part_of(out))
-    part.replace(out)
+    torch.save(average, written := part_of(out))
+    written.replace(out)
     return held.step, len(paths)
 
 

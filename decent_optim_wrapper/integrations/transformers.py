@@ -96,7 +96,7 @@ class GossipMixin(_Trainer):
     def _own_tensors(self) -> list[Tensor]:
         """What may differ between ranks: what the optimizer trains, and the buffers."""
         params = [each.detach() for each in params_of(self._wrapping.wrappers[0])]
-        return [*params, *self.model.buffers()]
+        return [*params, *(each for model in self._wrapping.models for each in model.buffers())]
 
     def _load_best_model(self) -> None:
         # The round in flight must not be mixed into the best model, the same on all ranks.
