@@ -164,8 +164,9 @@ def averages_by_hooks(rank: int) -> dict[str, list[Any]]:
         rows = sum(rows for rows, _ in GPT.shapes)
         state.p_memory_dict[0] = torch.zeros(rows * rank_of_matrices, dtype=torch.float32)
         results[f"PowerSGD {rank_of_matrices}"] = averages(partial(powerSGD_hook, state), rank)
-    results["8 bits"] = averages(partial(quantization_pertensor_hook, None), rank)
-    results["8 bits a channel"] = averages(partial(quantization_perchannel_hook, None), rank)
+    group: Any = None
+    results["8 bits"] = averages(partial(quantization_pertensor_hook, group), rank)
+    results["8 bits a channel"] = averages(partial(quantization_perchannel_hook, group), rank)
     return results
 
 

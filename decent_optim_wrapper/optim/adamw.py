@@ -82,7 +82,7 @@ class AdamW(torch.optim.AdamW):
         """
         self.members = count
 
-    def _init_group(  # type: ignore[override]
+    def _init_group(
         self,
         group: dict[str, Any],
         params: list[Tensor],
@@ -91,7 +91,8 @@ class AdamW(torch.optim.AdamW):
         *others: list[Tensor],
     ) -> Any:
         """Collect what a step of torch's AdamW reads, with b in place of the gradients."""
-        result = super()._init_group(group, params, grads, exp_avgs, *others)
+        collect: Any = super()._init_group
+        result = collect(group, params, grads, exp_avgs, *others)
         ranks = group["ranks"] or self.members or _world_size()
         if ranks > 1 and params:
             grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
