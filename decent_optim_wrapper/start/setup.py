@@ -140,8 +140,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     with start.failing_together():
         check_arguments(start.arguments)
         model = _check_model(start, inputs)
-        held = [each.tensor for each in (*model.parameters, *model.others)]
-        older = settle_owners([*held, *(inputs.model.parameters() if inputs.model else ())])
+        settle_owners(each.tensor for each in (*model.parameters, *model.held))
     arguments, settings = start.arguments, inputs.settings
     with start.naming_late_ranks():
         if arguments.mesh is not None:
@@ -161,7 +160,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     gossip = setup.build_gossip(session)
     gossip.local_update.set_members(session.transport.world_size)
     setup.start_from_same_values(gossip)
-    add_owner(gossip, older)
+    add_owner(gossip)
     return gossip, setup, setup.begin_recovery(gossip)
 
 
