@@ -390,3 +390,18 @@ def test_a_backward_pass_of_a_module_that_a_newer_one_has_replaced_is_refused() 
         assert not torch.equal(flatten([*model.parameters()]), before)
 
     run_threads(2, main)
+
+
+def test_a_module_that_ignores_the_parameters_of_an_older_one_does_not_replace_it() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model, head = make_model(0), make_model(1)
+        both = nn.Sequential(model, head)
+        wrapped: Any = partial(wrap_module, group=group, param_as_bucket_view=False)
+        older = wrapped(head)
+        newer = wrapped(both, ignored_params=[*head.parameters()])
+        before = flatten([*both.parameters()])
+        backward_of(newer(batch(rank, 0, 2, 4)).square().sum())
+        assert newer.optimizer.round == older.optimizer.round == 1
+        assert not torch.equal(flatten([*both.parameters()]), before)
+
+    run_threads(2, main)

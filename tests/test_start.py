@@ -29,6 +29,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Ring
+from decent_optim_wrapper.wire.broadcast import digest
 
 
 def failing() -> Any:
@@ -313,3 +314,29 @@ def test_parameters_and_buffers_of_every_dtype_come_from_rank_0_or_stay() -> Non
         return values
 
     assert run_threads(2, main) == [[0, 0], [0, 3 * 3 + 2 * 3]]
+
+
+def test_a_digest_shows_signs_and_differences_that_cancel_in_a_sum() -> None:
+    for dtype in (torch.float64, torch.complex128, torch.float32, torch.bfloat16):
+        ones = torch.ones(6, dtype=dtype)
+        for flipped in ([0], [2, 5], [*range(6)]):
+            signs = ones.index_fill(0, torch.tensor(flipped), -1)
+            assert digest(signs) != digest(ones), (dtype, flipped)
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        curved = torch.tensor([1, 0, -2, 0, 1, 0]).to(dtype)
+        assert digest(curved + 7) != digest(torch.full_like(curved, 7))
+    assert digest(torch.zeros(0)) == digest(torch.zeros(9)) == 0
+
+
+def test_signs_that_differ_between_ranks_start_as_on_rank_0() -> None:
+    """As in projections to random signs, which a model holds beside its parameters."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        signs = torch.where(torch.arange(5) % (rank + 2) == 0, 1.0, -1.0).double()
+        wrap(params, group, buffers=[signs])
+        return signs
+
+    (first, other), own = run_threads(2, main), torch.arange(5) % 2 == 0
+    assert torch.equal(first, torch.where(own, 1.0, -1.0).double())
+    assert torch.equal(first, other)

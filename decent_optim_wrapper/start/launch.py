@@ -111,7 +111,6 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         device = _device(backend, launch)
         os.environ.update(launch.variables())
         os.environ.update(gloo_variables(launch.world_size == launch.local_world_size))
-        _check_that_none_are_elastic(launch)
         # Without it, torch takes the GPU of the local rank, also where there is another number.
         gpu = device if device.type == "cuda" else None
         more = _store_after_a_restart(launch)
@@ -229,28 +228,28 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _check_that_none_are_elastic(launch: Launch) -> None:
-    """Check that a restarted process finds no ranks that have gone on without it."""
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if has_agent and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        store = TCPStore(launch.master_addr, int(launch.master_port), is_master=False)
-        if store.check([last_epoch_key()]):
+def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
+    """Arguments for `init_process_group` if the launcher has restarted this process.
+
+    torchrun keeps one store over its restarts, which still contains the addresses of processes that
+    have ended (pytorch#135712). So keys get a prefix for each restart. The agents of several nodes
+    count their restarts differently.
+
+    Raises:
+        RuntimeError: the other ranks have gone on without it.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return {}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        whole = TCPStore(launch.master_addr, int(launch.master_port), is_master=False)
+        if whole.check([last_epoch_key()]):
             raise RuntimeError(
                 f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
                 f"group it cannot enter; leave init_distributed() out of the script, and let "
                 f"Elastic() find the launcher's store"
             )
-
-
-def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
-    """Arguments for `init_process_group` if torchrun has restarted the ranks of one node.
-
-    torchrun keeps one store over its restarts, which still contains the addresses of processes that
-    have ended (pytorch#135712). So keys get a prefix for each restart. The agents of several nodes
-    count their restarts differently.
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or launch.world_size != launch.local_world_size:
+    if launch.world_size != launch.local_world_size:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(restarts, store), "rank": rank, "world_size": world_size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor
@@ -18,29 +18,32 @@ _newer = WeakKeyDictionary[Gossip, WeakSet[Gossip]]()
 os.register_at_fork(after_in_child=_known.clear)
 
 
-def settle_owners(tensors: Iterable[Tensor]) -> list[Gossip]:
-    """Finish the rounds in flight of the wrappers of these tensors, and return the wrappers.
+def settle_owners(tensors: Iterable[Tensor]) -> None:
+    """Finish the rounds in flight of the wrappers of these tensors.
 
     Otherwise such a round would be mixed into the values with which a new wrapper starts. It is
     dropped if others have replaced the values that it sends, for example by better ones.
     """
-    ids, known = set(map(id, tensors)), [each() for each in _known.valuerefs()]
-    found = [each for each in known if each and not ids.isdisjoint(map(id, each.params))]
-    for gossip in found:
+    for gossip in _owners(tensors):
         flying, transport = gossip.pipeline.in_flight, gossip.pipeline.session.transport
         # With an average in place, the next step drops the round.
         if flying and gossip.average.snapshot is None and not transport.is_closed:
             (gossip.discard if flying.is_outdated else gossip.synchronize)()
-    return found
 
 
-def add_owner(gossip: Gossip, older: Sequence[Gossip]) -> None:
+def add_owner(gossip: Gossip) -> None:
     """Register a new wrapper; its steps change parameters of the older ones, and the reverse."""
+    older = _owners(gossip.params)
     _known[id(gossip)] = gossip
     for each in older:
         _newer.setdefault(each, WeakSet()).add(gossip)
     for bucket in (b for each in (gossip, *older) for b in each.pipeline.buckets if older):
         bucket.note_flight(changed=True)
+
+
+def _owners(tensors: Iterable[Tensor]) -> list[Gossip]:
+    ids, known = set(map(id, tensors)), [each() for each in _known.valuerefs()]
+    return [each for each in known if each and not ids.isdisjoint(map(id, each.params))]
 
 
 def has_newer(gossip: Gossip) -> bool:

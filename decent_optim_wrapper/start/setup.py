@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from operator import ne
 from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,7 +42,7 @@ from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
-from decent_optim_wrapper.wire.held import HeldTensors
+from decent_optim_wrapper.wire.held import HeldTensors, gather_numbers
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
@@ -140,8 +140,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     with start.failing_together():
         check_arguments(start.arguments)
         model = _check_model(start, inputs)
-        held = [each.tensor for each in (*model.parameters, *model.others)]
-        older = settle_owners([*held, *(inputs.model.parameters() if inputs.model else ())])
+        settle_owners(each.tensor for each in (*model.parameters, *model.held))
     arguments, settings = start.arguments, inputs.settings
     with start.naming_late_ranks():
         if arguments.mesh is not None:
@@ -161,7 +160,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
     gossip = setup.build_gossip(session)
     gossip.local_update.set_members(session.transport.world_size)
     setup.start_from_same_values(gossip)
-    add_owner(gossip, older)
+    add_owner(gossip)
     return gossip, setup, setup.begin_recovery(gossip)
 
 
@@ -399,23 +398,23 @@ class Setup:
             pipeline.session.references.begin(pipeline.buckets)
 
     def _broadcast(self, named: Sequence[Named], transport: Transport) -> None:
-        """Take the values of rank 0, and warn if other ranks had different ones; collective.
+        """Take the values of rank 0 where other ranks have different ones, and warn; collective.
 
         Raises:
             ValueError: without names, a rank has the values of rank 0 in another order; raised on
                 all ranks, of which none has changed its values.
         """
-        own = [digest(each.tensor) for each in named]
-        rows = transport.all_gather(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
-        first, members = rows[0], transport.members
-        others = {rank: row for rank, row in zip(members, rows, strict=True) if row != first}
-        names = {
-            rank: [n.name for n, x, y in zip(named, row, first, strict=True) if x != y]
-            for rank, row in others.items()
+        rows = gather_numbers([digest(each.tensor) for each in named], transport)
+        differing = [each for each, row in zip(named, rows, strict=True) if len({*row}) > 1]
+        some = ", ".join(each.name for each in differing[:5])
+        first, *others = zip(*rows, strict=True)
+        by_rank = {
+            rank: row
+            for rank, row in zip(transport.members[1:], others, strict=True)
+            if row != first
         }
-        some = ", ".join([*names.values(), []][0][:5])
         has_names = all("param_names" in group for group in self._inputs.optimizer.param_groups)
-        moved = [rank for rank, row in others.items() if sorted(row) == sorted(first)]
+        moved = [rank for rank, row in by_rank.items() if sorted(row) == sorted(first)]
         if moved and not has_names:
             raise ValueError(
                 f"rank {transport.initial_rank}: expected parameters in one order on all ranks, "
@@ -423,11 +422,11 @@ class Setup:
                 f"the optimizer from a list in the same order on every rank, not from a set, or "
                 f"with names, as in SGD(model.named_parameters())"
             )
-        broadcast((each.tensor for each in named), transport, self._layout)
-        if others and transport.rank == 0:
-            by_rank = {rank: len(each) for rank, each in names.items()}
+        broadcast((each.tensor for each in differing), transport, self._layout)
+        if differing and transport.rank == 0:
+            counts = {rank: sum(map(ne, row, first)) for rank, row in by_rank.items()}
             warn(
-                f"the values of rank 0 have replaced others, tensors by rank: {by_rank} (of "
+                f"the values of rank 0 have replaced others, tensors by rank: {counts} (of "
                 f"{len(named)}), such as {some}. Load weights on rank 0 or on all ranks before the "
                 f"wrapper is built; sync_at_start=False lets every rank keep its own. If they were "
                 f"random, nothing is lost: call torch.manual_seed(0) on all ranks before the model "

@@ -12,8 +12,9 @@ from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.plan import plan_buckets
 
-# Integers by their number of bytes.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integers of few bytes. Larger values are words of 4 bytes: of a difference in the highest bit of 8
+# bytes, such as a sign, 63 bits of a sum would not show anything.
+_WORDS = {1: torch.uint8, 2: torch.int16}
 # Odd, so that a product loses no bit.
 _FACTOR = 6364136223846793005
 
@@ -50,15 +51,13 @@ def digest(tensor: Tensor) -> int:
     """
     values = local(tensor).detach()
     values = torch.view_as_real(values) if values.is_complex() else values
-    words = values.reshape(-1).view(_WORDS[values.itemsize])
+    words = values.reshape(-1).view(_WORDS.get(values.itemsize, torch.int32))
     # As many at a time as a CPU caches.
     size = min(words.numel(), 2**16 if values.device.type == "cpu" else 2**22) or 1
-    weights = (torch.arange(size, device=values.device) + 1) * _FACTOR | 1
+    places = (torch.arange(size, device=values.device) + 1) * _FACTOR
+    # Not in proportion to the places, or differences of 1, -2 and 1 in a row would cancel.
+    weights = (places ^ (places >> 29)) * _FACTOR | 1
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in torch.split(words, size):
         total = total * _FACTOR + (part * weights[: len(part)]).sum()
     return int(total) & (2**63 - 1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,14 @@ class HeldTensors:
         planned = [(b, ranks) for ranks, held in groups.items() for b in plan_buckets(held, layout)]
         present = [(registry, key, registry.get(key)) for _, registry, key in self._rows]
         places = [(*each, each[-1].shape) for each in present if each[-1] is not None]
-        return Averaged(planned, partial(_put_back, places))
+
+        def put_back() -> None:
+            for registry, key, tensor, shape in places:
+                if tensor.shape != shape:
+                    tensor.resize_(shape)
+                registry[key] = tensor
+
+        return Averaged(planned, put_back)
 
     def _now(self) -> list[Named]:
         found = []
@@ -145,8 +151,15 @@ def _agree(
     own = {each.describe(): each for each in held}
     lines = share_text("\n".join(own), transport, source).split("\n")
     numbers = [number(own[line]) if line in own else _LEFT_OUT for line in lines]
-    rows = transport.all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu")).T.tolist()
+    rows = gather_numbers(numbers, transport)
     return [(own[line], row) for line, row in zip(lines, rows, strict=True) if min(row) >= 0]
+
+
+def gather_numbers(numbers: Sequence[int], transport: Transport) -> list[list[int]]:
+    """The number of each rank in place of each number; collective."""
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    rows: list[list[int]] = transport.all_gather(own).T.tolist()
+    return rows
 
 
 def _digest(named: Named) -> int:
@@ -167,7 +180,8 @@ def _counting(
 ) -> list[tuple[Named, tuple[bool, ...]]]:
     """The tensors, each with the ranks that count in its average, or none; collective."""
     rows, refused = list[tuple[Named, tuple[bool, ...]]](), list[tuple[str, list[int]]]()
-    for named, marks in _agree(held, transport, _mark) if held else ():
+    marked = gather_numbers([_mark(each) for each in held], transport) if held else []
+    for named, marks in zip(held, marked, strict=True):
         alike = len({*marks}) == 1 and _HAS_NAN not in marks
         ranks = tuple(alike or not nonfinite.checks or mark <= _IS_DIRECTION for mark in marks)
         if not all(ranks):
@@ -187,10 +201,3 @@ def _counting(
             bad,
         )
     return rows
-
-
-def _put_back(places: Sequence[tuple[dict[str, Any], str, Tensor, torch.Size]]) -> None:
-    for registry, key, tensor, shape in places:
-        if tensor.shape != shape:
-            tensor.resize_(shape)
-        registry[key] = tensor

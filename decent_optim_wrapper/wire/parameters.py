@@ -114,11 +114,10 @@ def check_dense(named: Sequence[Named]) -> None:
                 f"leave it out of the optimizer and wrap that in a DecentOptimWrapper, which "
                 f"exchanges only the parameters of the optimizer and the buffers passed to it"
             )
-        is_strided, is_odd = each.tensor.layout == torch.strided, is_lazy(each.tensor)
-        is_odd |= each.tensor.is_meta or each.tensor.is_quantized
-        if is_odd or not is_strided:
-            kind = "lazy or quantised" if is_strided else f"{each.tensor.layout}"
-            kind = "on the meta device" if each.tensor.is_meta else kind
+        kind = "" if each.tensor.layout == torch.strided else f"{each.tensor.layout}"
+        if is_lazy(each.tensor) or each.tensor.is_quantized:
+            kind = "lazy or quantised"
+        if kind := "on the meta device" if each.tensor.is_meta else kind:
             raise ValueError(
                 f"expected dense {each.kind}s with values, but {each.kind} {each.name} is {kind}; "
                 f"materialise the model (to_empty, to_dense) before building the wrapper"
@@ -137,19 +136,17 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
         TypeError: there are DTensors, and no mesh.
         ValueError: there are DTensors that do not fit.
     """
+    sharded = [(each, each.tensor) for each in named if isinstance(each.tensor, DTensor)]
     gossip, model = replica.gossip, replica.model
-    modules = [] if model is None else [model]
-    held = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
-    for each in named:
-        if not isinstance(each.tensor, DTensor):
-            continue
-        what = f"{each.kind} {each.name} is a DTensor with {each.tensor.placements}"
+    held = {id(each.tensor) for each in named_in(model)} if sharded else set()
+    for each, tensor in sharded:
+        what = f"{each.kind} {each.name} is a DTensor with {tensor.placements}"
         if gossip is None:
             raise TypeError(
                 f"expected tensors that are whole on every rank, but {what}; say on which "
                 f"dimension of the mesh replicas gossip: pass mesh=, gossip_dim= and model="
             )
-        if id(each.tensor) not in held:
+        if id(tensor) not in held:
             missing = "there is no model" if model is None else "model does not hold it"
             raise ValueError(
                 f"expected the model of the sharded parameters, but {what} and {missing}; pass all "
@@ -161,7 +158,7 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
                 f"param_as_bucket_view=True expects plain tensors, but {what}, and FSDP would go "
                 f"on reading the storage that it knows; pass param_as_bucket_view=False"
             )
-        mesh = each.tensor.device_mesh
+        mesh = tensor.device_mesh
         for number in range(mesh.ndim):
             along = frozenset(dist.get_process_group_ranks(mesh.get_group(number)))
             if len(gossip & along) > 1:

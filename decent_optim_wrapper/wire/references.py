@@ -55,7 +55,8 @@ class GroupReference:
         if not (self._keeps and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
-            self._vectors[bucket] = new_reference(bucket)
+            dtype, device = wide(bucket.dtype), bucket.device
+            self._vectors[bucket] = new_vector(bucket.flat_numel, dtype, device).zero_()
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -179,11 +180,6 @@ def uses_reference(bucket: Bucket, size: int) -> bool:
     """Return whether the difference to a reference is sent in a group of this size."""
     codec = bucket.codec(size)
     return codec is not None and codec.uses_reference and bucket.may_use_reference
-
-
-def new_reference(bucket: Bucket) -> Tensor:
-    """A vector of zeros to which differences are coded."""
-    return new_vector(bucket.flat_numel, wide(bucket.dtype), bucket.device).zero_()
 
 
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
