@@ -15,6 +15,8 @@ from threading import Event, Thread
 from decent_optim_wrapper.launcher.output import STDERR, Output, write
 
 _PAUSE = 0.05
+# Copies what is new; returns whether more may come.
+_Copy = Callable[[Output], bool]
 
 
 class Console:
@@ -26,7 +28,7 @@ class Console:
         self.say_once = cache(self.say)
         self._closing = Event()
         # For each thread what it does with an output, and the outputs that have not ended.
-        self._pending = {Output.show: list[Output](), Output.keep: list[Output]()}
+        self._pending: dict[_Copy, list[Output]] = {Output.show: [], Output.keep: []}
         self._threads = [
             Thread(target=self._run, args=(copy,), daemon=True) for copy in self._pending
         ]
@@ -49,7 +51,7 @@ class Console:
         for thread in self._threads:
             thread.join(seconds)
 
-    def _run(self, copy: Callable[[Output], bool]) -> None:
+    def _run(self, copy: _Copy) -> None:
         """Copy what is new until the console is closed, and once more then."""
         pending, is_last = self._pending[copy], False
         while not is_last:
