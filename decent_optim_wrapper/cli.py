@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
-        texts: Any = {"description": about, "epilog": f"example:\n  {_EXAMPLES[name]}"}
-        sub = commands.add_parser(name, help=about, **texts, **keep_lines)
+        epilog = f"example:\n  {_EXAMPLES[name]}"
+        sub = commands.add_parser(name, help=about, description=about, epilog=epilog, **keep_lines)
         sub.set_defaults(run_command=command, parser=sub)
         return sub
 

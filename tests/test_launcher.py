@@ -226,7 +226,7 @@ def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> N
 # In the place of what a spare process imports, which takes seconds: test_after_a_kill.py has torch.
 STAND_INS = {
     "stand_ins/torch.py": "",
-    "stand_ins/decent_optim_wrapper.py": "import os; open(f'ready {os.getpid()}', 'w')",
+    "stand_ins/decent_optim_wrapper.py": "import os, torch; open(f'ready {os.getpid()}', 'w')",
 }
 # Sees itself, also from a process that it has spawned.
 RETURNING = """

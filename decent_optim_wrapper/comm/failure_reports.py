@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from decent_optim_wrapper.comm.store import BoundedStore, read_json, read_ranks
+from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
 Result = TypeVar("Result")
@@ -144,8 +144,7 @@ class FailureReports:
             if rank in seen:
                 continue
             seen.add(rank)
-            note = store.find(_key(rank))
-            if note is None or (lost := read_ranks(_key(rank), note)) is None:
+            if (lost := read_json(_key(rank), store.find(_key(rank)), rank_list, None)) is None:
                 silent.append(rank)
             elif lost:
                 pending += lost
@@ -168,11 +167,9 @@ def _key(rank: int) -> str:
 
 
 def _read_error(store: BoundedStore) -> PeerLoss | None:
-    return read_json("error", store.find("error") or "null", _error, None)
+    return read_json("error", store.find("error"), _error, None)
 
 
-def _error(value: Any) -> PeerLoss | None:
-    if value is None:
-        return None
+def _error(value: Any) -> PeerLoss:
     rank, text, out_of_order = value
     return PeerLoss(ranks=[operator.index(rank)], error=str(text), out_of_order=bool(out_of_order))

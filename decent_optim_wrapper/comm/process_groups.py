@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -148,8 +147,8 @@ def gloo_variables(is_one_node: bool) -> dict[str, str]:
 
     Empty if there are other nodes, or if the user has named an interface.
     """
-    is_open = not is_one_node or sys.platform != "linux" or os.environ.get("GLOO_SOCKET_IFNAME")
-    return {} if is_open else {"GLOO_SOCKET_IFNAME": "lo"}
+    is_told = not is_one_node or os.environ.get("GLOO_SOCKET_IFNAME")
+    return {} if is_told else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

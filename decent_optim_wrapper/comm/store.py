@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from loguru import logger
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -24,6 +24,8 @@ from decent_optim_wrapper.comm.background import Result
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.warn import warn
+
+Default = TypeVar("Default")
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
@@ -244,25 +246,24 @@ def as_text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
-def read_json(key: str, text: str, build: Callable[[Any], Result], default: Result) -> Result:
-    """What a rank has written as JSON; `default` for a value that no rank writes.
+def read_json(
+    key: str, text: str | None, build: Callable[[Any], Result], default: Default
+) -> Result | Default:
+    """What a rank has written as JSON; `default` without a value, or for one that no rank writes.
 
     Args:
         key: where it is.
-        text: the value.
+        text: the value; None if there is none.
         build: makes the result; one of its errors says that this is something else.
-        default: see above. The value is logged once.
+        default: see above. A value that no rank writes is logged once.
     """
+    if text is None:
+        return default
     try:
         return build(json.loads(text))
     except (ValueError, TypeError, LookupError, RecursionError):
         _note_unreadable(key)
         return default
-
-
-def read_ranks(key: str, text: str) -> list[int] | None:
-    """A list of ranks, as `read_json` reads it; None for anything else."""
-    return read_json(key, text, rank_list, None)
 
 
 def rank_list(value: Any) -> list[int]:
@@ -271,8 +272,6 @@ def rank_list(value: Any) -> list[int]:
     Raises:
         TypeError: it is something else.
     """
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list of ranks, got {value!r}")
     return [operator.index(each) for each in value]
 
 

@@ -8,13 +8,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 
 from loguru import logger
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.store import BoundedStore, read_ranks
+from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
 from decent_optim_wrapper.elastic.liveness import ENDED, Beat, EpochWatch
 from decent_optim_wrapper.errors import text_of
 
@@ -197,18 +197,10 @@ class Heartbeat:
         epoch, watched = watch.epoch, watch.watched
         keys = [_dead_key(epoch), request_key(epoch + 1), *map(beat_key, watched)]
         dead, requested, *beats = store.get_all(keys)
-        listed, asked = read_ranks(keys[0], dead) or (), requested != _NOBODY
+        listed, asked = read_json(keys[0], dead, rank_list, []), requested != _NOBODY
         if watch.look(dict(zip(watched, beats, strict=True)), listed, asked):
-            self._tell(store, keys[0], watch.dead, dead)
-
-    def _tell(self, store: BoundedStore, key: str, dead: Set[int], known: str) -> None:
-        """Add dead ranks to the common list; other ranks may do so at the same time."""
-        while (listed := read_ranks(key, known)) is not None:
-            text = json.dumps(sorted(dead | {*listed}))
-            known = store.compare_set(key, known, text)
-            if known == text:
-                return
-        store.set(key, json.dumps(sorted(dead)))
+            # If another rank writes at the same time, the next look finds what is missing.
+            store.set(keys[0], json.dumps(sorted(watch.dead)))
 
 
 def process_name(pid: int) -> str:

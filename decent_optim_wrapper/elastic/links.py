@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.comm.store import BoundedStore, read_ranks
+from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
 from decent_optim_wrapper.comm.waiting import wait_for_any
 from decent_optim_wrapper.elastic.epoch import Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
@@ -90,7 +90,7 @@ class LinkTrial:
             if self.store.check([*keys.values()]):
                 texts = self.store.get_all([*keys.values()])
                 lists = zip(keys.items(), texts, strict=True)
-                return {one: read_ranks(key, text) or [] for (one, key), text in lists}
+                return {one: read_json(key, text, rank_list, []) for (one, key), text in lists}
             if is_over:
                 return {}
             time.sleep(_POLL_SECONDS)

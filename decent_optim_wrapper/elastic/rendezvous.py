@@ -235,7 +235,7 @@ class Rendezvous:
 
     def _last_epoch(self) -> int:
         """The last epoch whose members were connected; 0 before the first one."""
-        return read_json("epoch", self._store.find("epoch") or "0", operator.index, 0)
+        return read_json("epoch", self._store.find("epoch"), operator.index, 0)
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
@@ -311,8 +311,7 @@ class Rendezvous:
             ValueError: a rank could not start, and this rank starts together with it.
         """
         key = _members_key(epoch)
-        nobody: tuple[int, ...] | dict[str, Any] = ()
-        written = read_json(key, self._store.get(key), _members_or_failure, nobody)
+        written = read_json(key, self._store.get(key), _members_or_failure, ())
         if isinstance(written, tuple):
             return written
         if not self._took_part and self._life <= written["life"]:

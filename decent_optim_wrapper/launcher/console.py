@@ -15,6 +15,8 @@ from threading import Event, Thread
 from decent_optim_wrapper.launcher.output import STDERR, Output, write
 
 _PAUSE = 0.05
+# Copies what is new; returns whether more may come.
+_Copy = Callable[[Output], bool]
 
 
 class Console:
@@ -22,11 +24,14 @@ class Console:
 
     def __init__(self) -> None:
         self._said: SimpleQueue[str] = SimpleQueue()
-        self._shown, self._kept = list[Output](), list[Output]()
         # The same, each text once.
         self.say_once = cache(self.say)
         self._closing = Event()
-        self._threads = [Thread(target=each, daemon=True) for each in (self._show, self._keep)]
+        # For each thread what it does with an output, and the outputs that have not ended.
+        self._pending: dict[_Copy, list[Output]] = {Output.show: [], Output.keep: []}
+        self._threads = [
+            Thread(target=self._run, args=(copy,), daemon=True) for copy in self._pending
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -37,8 +42,8 @@ class Console:
     def follow(self, outputs: Iterable[Output]) -> None:
         """Copy these until each is ended."""
         for output in outputs:
-            self._shown.append(output)
-            self._kept.append(output)
+            for pending in self._pending.values():
+                pending.append(output)
 
     def close(self, seconds: float | None) -> None:
         """Write the rest, for so many seconds at most."""
@@ -46,26 +51,14 @@ class Console:
         for thread in self._threads:
             thread.join(seconds)
 
-    def _show(self) -> None:
-        def show() -> None:
-            said = "".join(self._said.get() for _ in range(self._said.qsize()))
-            _call_each(self._shown, Output.show)
-            write(STDERR, said.encode(errors="backslashreplace"))
-
-        self._repeat(show)
-
-    def _keep(self) -> None:
-        self._repeat(lambda: _call_each(self._kept, Output.keep))
-
-    def _repeat(self, action: Callable[[], None]) -> None:
-        """Repeat this until the console is closed, and once more then."""
-        while not self._closing.wait(_PAUSE):
-            action()
-        action()
-
-
-def _call_each(outputs: list[Output], copy: Callable[[Output], bool]) -> None:
-    """Copy of each output what is new, and remove those to which nothing comes any more."""
-    for output in [*outputs]:
-        if not copy(output):
-            outputs.remove(output)
+    def _run(self, copy: _Copy) -> None:
+        """Copy what is new until the console is closed, and once more then."""
+        pending, is_last = self._pending[copy], False
+        while not is_last:
+            is_last = self._closing.wait(_PAUSE)
+            said = self._said.qsize() if copy is Output.show else 0
+            for output in [*pending]:
+                if not copy(output):
+                    pending.remove(output)
+            lines = "".join(self._said.get() for _ in range(said))
+            write(STDERR, lines.encode(errors="backslashreplace"))

@@ -38,28 +38,28 @@ class Output:
         self, rank: int, stream: int, log: Path, keeps_all: bool, say: Callable[[str], None]
     ) -> None:
         self._rank, self._stream, self._log, self._say = rank, stream, log, say
-        self._keeps_all = keeps_all
+        # Whether it goes to the log, in a folder of this mode.
+        self._is_kept, self._mode = keeps_all, 0o777 if keeps_all else 0o700
         # To which the process writes.
         self.file = os.fdopen(os.memfd_create(f"output of rank {rank}"), "rb")
         # How much of it is in the log, on the console, and forgotten.
         self._logged = self._shown = self._forgotten = 0
         # A line on the console that has not ended yet.
         self._begun = b""
-        self._is_complete = self._has_failed = False
+        self._is_complete = False
         if keeps_all:
             self._append(b"")
 
     def end(self, has_failed: bool) -> None:
         """Note that the process has ended, and whether it has failed."""
-        self._has_failed = has_failed
+        if has_failed and not self._is_kept:
+            self._is_kept, self._logged = True, max(0, self._size() - _KEPT_BYTES)
         self._is_complete = True
 
     def keep(self) -> bool:
         """Write what is new to the log, and forget what is old; return whether more may come."""
         is_complete, size = self._is_complete, self._size()
-        if not self._keeps_all:
-            self._logged = max(0, size - _KEPT_BYTES) if self._has_failed else size
-        while self._logged < size and (self._keeps_all or is_complete):
+        while self._is_kept and self._logged < size:
             data = os.pread(self.file.fileno(), _KEPT_BYTES, self._logged)
             self._append(data)
             self._logged += len(data)
@@ -94,8 +94,7 @@ class Output:
     def _append(self, data: bytes) -> None:
         """Write to the log. What it cannot take, such as on a full disk, is dropped."""
         try:
-            mode = 0o777 if self._keeps_all else 0o700
-            self._log.parent.mkdir(mode, parents=True, exist_ok=True)
+            self._log.parent.mkdir(self._mode, parents=True, exist_ok=True)
             with self._log.open("ab", buffering=0) as log:
                 log.write(data)
         except OSError as error:

@@ -22,7 +22,7 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(eq=False)
 class Program:
-    """Starts the processes of ranks.
+    """Starts the processes of ranks, and a spare one, which ends with this process.
 
     Args:
         command: what they run, without the interpreter.
@@ -58,13 +58,6 @@ class Program:
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._popen(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def close(self) -> None:
-        """End the spare process."""
-        if self._spare is not None:
-            process, connection = self._spare
-            with connection, process:
-                process.kill()
 
     def _popen(self, **streams: Any) -> tuple[Process, socket.socket]:
         ours, theirs = socket.socketpair()

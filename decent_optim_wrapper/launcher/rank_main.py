@@ -15,12 +15,8 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
-
-_IMPORTED = "torch", "decent_optim_wrapper"
 
 
 def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
@@ -32,9 +28,8 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
         pause: seconds without a rank after which this process is a spare one, and imports torch.
         command: the script, or "-m" and the module, and its arguments.
     """
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: at the end of the thread that has started this process, the main thread.
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+    # PR_SET_PDEATHSIG: at the end of the thread that has started this process, the main thread.
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
     # Otherwise they would kill a rank that has not come to its own handlers yet.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -42,11 +37,10 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     with socket.socket(fileno=descriptor) as connection:
-        is_spare = not wait([connection], pause)
-        for name in _IMPORTED if is_spare else ():
-            # The script will say why, if it needs them.
+        if is_spare := not wait([connection], pause):
+            # The script will say why not, if it needs it.
             with suppress(Exception):
-                import_module(name)
+                import_module("decent_optim_wrapper")
         message, files, *_ = socket.recv_fds(connection, 65536, 2)
     if not message or os.getppid() != launcher:
         # The launcher has ended.
@@ -57,17 +51,14 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
     os.environ.update(json.loads(message))
     # From here on as the interpreter starts a script.
     sys.orig_argv[:] = sys.executable, "-u", *command
-    # It starts a folder or an archive in another way.
-    if not is_spare or not (is_module or script.endswith(".py")):
+    if not is_spare:
         os.execv(sys.executable, sys.orig_argv)
-    sys.argv[:] = command
-    loader = SourceFileLoader("__main__", str(Path(script).absolute()))
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    vars(module).update(__file__=loader.path, __loader__=loader, __builtins__=__builtins__)
     if is_module:
-        runpy._run_module_as_main(sys.argv.pop(1))  # type: ignore[attr-defined]  # noqa: SLF001
+        sys.argv[:] = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        exec(loader.source_to_code(loader.get_data(loader.path), loader.path), vars(module))
+        sys.argv[:] = command
+        runpy.run_path(str(Path(script).absolute()), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ class Supervisor:
                 time.sleep(_POLL_SECONDS)
         finally:
             self._kill()
-            self.program.close()
         # As a shell reports them.
         return next((128 - code if code < 0 else code for code in self._lost), 0)
 
