@@ -192,6 +192,12 @@ WRONG = {
 }
 
 
+def test_weights_decay_as_in_torch_unless_told_otherwise() -> None:
+    for kind, torchs in ((AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)):
+        found, expected = (make(make_params()) for make in (kind, torchs))
+        assert found.defaults["weight_decay"] == expected.defaults["weight_decay"]
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong"), [(kind, wrong) for kind, rows in WRONG.items() for wrong in rows]
 )
