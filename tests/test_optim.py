@@ -262,10 +262,10 @@ def test_adamw_follows_its_formula_also_when_the_number_of_ranks_changes(
         for param, given in zip(params, grads, strict=True):
             # Gradients stay as they are.
             assert param.grad is None or torch.equal(reals(param.grad).abs(), given[-1].abs())
-    for param, tolerance, x, *series in zip(
+    for param, tolerance, x, given, numbers in zip(
         params, dtypes.values(), starts, grads, counts, strict=True
     ):
-        expected = adamw_by_formula(x, *series)
+        expected = adamw_by_formula(x, given, numbers)
         torch.testing.assert_close(reals(param), expected, rtol=tolerance, atol=tolerance)
 
 

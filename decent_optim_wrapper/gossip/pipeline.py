@@ -115,6 +115,8 @@ class Pipeline:
     def enter(self, session: Session) -> None:
         """Continue with the members of a new session; the extensions restart."""
         self.session = self._open["session"] = session
+        # Some ranks may have said it in a round that was lost.
+        self._before_load = {}
         for extension in self.extensions.all:
             extension.restart()
 
@@ -165,15 +167,15 @@ class Pipeline:
         plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
+        # Also if this rank is idle: the others do not say it again in the next round.
+        loaded = self._before_load and self._has_loaded()
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        call = CollectiveCall.STEP
-        if self._before_load and self._has_loaded():
-            call = CollectiveCall.LOADED_WEIGHTS
+        call = CollectiveCall.LOADED_WEIGHTS if loaded else CollectiveCall.STEP
         return self.announce(call, plan, number, age)
 
     def note_load(self) -> None:
