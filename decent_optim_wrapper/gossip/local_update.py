@@ -110,8 +110,11 @@ class LocalUpdate:
         anything: both need one update of everything before the launch.
         """
         base = self._optimizer
-        replaced = "step" in vars(base) and self._step_is_replaced()
-        return type(base) in SPLITTABLE and not step_hooks(base) and not replaced
+        if type(base) not in SPLITTABLE or step_hooks(base):
+            return False
+        own = vars(base).get("step")
+        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
+        return own is None or (by_scheduler and own.__wrapped__ is type(base).step)
 
     @property
     def params(self) -> list[Tensor]:
@@ -266,11 +269,6 @@ class LocalUpdate:
         if fused:
             # A backward pass may not be over.
             increment_version(params)
-
-    def _step_is_replaced(self) -> bool:
-        own = vars(self._optimizer)["step"]
-        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
-        return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
 
     @property
     def scales_itself(self) -> bool:

@@ -168,7 +168,8 @@ class Pipeline:
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
         # Also if this rank is idle: the others do not say it again in the next round.
-        loaded = self._before_load and self._has_loaded()
+        before, self._before_load = self._before_load, {}
+        loaded = before and any(digest(param) != value for param, value in before.items())
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
             return None
@@ -182,11 +183,6 @@ class Pipeline:
         """Remember what the parameters are before weights are loaded into the model."""
         members = members_of(self.buckets)
         self._before_load = self._before_load or {each: digest(each) for each in members}
-
-    def _has_loaded(self) -> bool:
-        """Return whether loading has changed any parameter since this rank began a round."""
-        before, self._before_load = self._before_load, {}
-        return any(digest(param) != value for param, value in before.items())
 
     def announce(
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
