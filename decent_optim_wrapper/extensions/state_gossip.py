@@ -130,13 +130,14 @@ class StateBucket(Bucket):
     @contextmanager
     def mixing(self) -> Iterator[None]:
         """Restore the flags, and the entries that a rank of the group does not have."""
-        before = [tensor.clone() for tensor in self._tensors()]
+        before = [tensor.detach().clone() for tensor in self._tensors()]
         yield
         # No flag is read on the host, which would wait for a GPU. The mean of ones is one.
         shared = (self._present == 1).unbind()
-        for is_shared, mixed, own in zip(shared, self._tensors(), before, strict=False):
-            mixed.copy_(torch.where(is_shared, mixed, own))
-        self._present.copy_(before[-1])
+        with torch.no_grad():
+            for is_shared, mixed, own in zip(shared, self._tensors(), before, strict=False):
+                mixed.copy_(torch.where(is_shared, mixed, own))
+            self._present.copy_(before[-1])
 
 
 def _fits(value: Any, param: Tensor) -> bool:
