@@ -75,7 +75,8 @@ class ForwardHooks:
         self._end.callback(model.register_forward_hook(_Hook(self, "after")).remove)
         self.watch()
         weakref.finalize(self, self._end.close).atexit = False
-        after_fork(self._fall_silent)
+        # A forked process has no connections.
+        after_fork(self._end.close)
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
@@ -95,11 +96,6 @@ class ForwardHooks:
                     self._end.callback(end)
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced, self._known = {}, set()
-
-    def _fall_silent(self) -> None:
-        """Announce nothing in a forked process, which has no connections."""
-        self._announce = lambda _: None
-        self._settle = self._note_load = lambda: None
 
     @property
     def were_called(self) -> bool:

@@ -18,6 +18,8 @@ from covering import named, pairwise
 from modules import Training, make_model
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
+from scripted_ranks import listed
+from torch import Tensor
 
 from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule, StateAverage
 from decent_optim_wrapper.comm.waiting import PendingMessage
@@ -185,3 +187,21 @@ def test_weights_that_one_rank_alone_loads_are_an_error_in_its_next_round(way: s
         assert f"but it is in {there} at" in text
         assert "load weights on all ranks, or on rank 0 before the wrapper is built" in text
         assert steps <= 1
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_weights_that_all_ranks_load_are_no_error_where_some_are_idle_in_the_next_round(
+    way: str,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        training = Training(rank, group, way, topology=listed(3, [[[0, 1]], [[1, 2]]]), timeout=3.0)
+        training.train(range(2))
+        training.optimizer.synchronize()
+        training.model.load_state_dict(make_model(seed=9).state_dict())
+        before = flatten([*training.model.parameters()])
+        training.train(range(2, 6))
+        assert training.optimizer.round == 6
+        training.optimizer.synchronize()
+        return flatten([*training.model.parameters()]) - before
+
+    assert all(moved.abs().max() > 1e-3 for moved in run_threads(3, main))

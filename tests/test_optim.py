@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -190,6 +192,12 @@ WRONG = {
 }
 
 
+def test_weights_decay_as_in_torch_unless_told_otherwise() -> None:
+    for kind, torchs in ((AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)):
+        found, expected = (make(make_params()) for make in (kind, torchs))
+        assert found.defaults["weight_decay"] == expected.defaults["weight_decay"]
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong"), [(kind, wrong) for kind, rows in WRONG.items() for wrong in rows]
 )
@@ -254,9 +262,10 @@ def test_adamw_follows_its_formula_also_when_the_number_of_ranks_changes(
         for param, given in zip(params, grads, strict=True):
             # Gradients stay as they are.
             assert param.grad is None or torch.equal(reals(param.grad).abs(), given[-1].abs())
-    each = zip(params, dtypes.values(), starts, grads, counts, strict=True)
-    for param, tolerance, x, given, members_of_steps in each:
-        expected = adamw_by_formula(x, given, members_of_steps)
+    for param, tolerance, x, given, numbers in zip(
+        params, dtypes.values(), starts, grads, counts, strict=True
+    ):
+        expected = adamw_by_formula(x, given, numbers)
         torch.testing.assert_close(reals(param), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -271,6 +280,57 @@ def test_adamw_goes_on_from_torchs_state_and_refuses_beta_zero_in_an_added_group
     assert {"short_avg", "exp_avg"} <= optimizer.state[params[0]].keys()
     with pytest.raises(ValueError, match=r"betas\[0\] must be a number above 0"):
         optimizer.add_param_group({"params": [torch.ones(2)], "betas": (0.0, 0.9)})
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_a_copy_of_adamw_goes_on_as_the_original(
+    make_copy: Callable[[AdamW], AdamW], ranks: int | None
+) -> None:
+    params = make_params()
+    optimizer = AdamW(params, lr=LR, ranks=ranks)
+    train(params, optimizer, range(3))
+    copied = make_copy(optimizer)
+    copied_params = copied.param_groups[0]["params"]
+    ends = [train(copied_params, copied, range(3, 6)), train(params, optimizer, range(3, 6))]
+    assert torch.equal(*ends)
+    assert copied_params[0] is not params[0]
+
+
+def test_adamw_is_differentiable() -> None:
+    def end(scale: Tensor) -> Tensor:
+        param = torch.zeros(3, dtype=torch.float64).requires_grad_()
+        optimizer = AdamW([param], lr=LR, ranks=4, differentiable=True)
+        optimizer.param_groups[0]["params"] = moved = [param.clone()]
+        for step in range(1, 4):
+            moved[0].grad = scale * step + 1
+            optimizer.step()
+        return moved[0]
+
+    scale = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(end, (scale,))
+    assert torch.autograd.grad(end(scale).sum(), scale)[0].abs().min() > 1e-4
+
+
+def test_gradients_of_adamw_are_unscaled_also_for_a_group_with_its_own_ranks() -> None:
+    """Scaled ones would get into its averages, whatever the fused kernel unscales."""
+
+    def run(factor: float) -> Tensor:
+        params = make_params()
+        base = AdamW([{"params": params, "ranks": 8}], lr=LR, ranks=1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=factor, enabled=factor > 1)
+        for step in range(3):
+            backward(params, rank=0, step=step)
+            for param in params:
+                assert param.grad is not None
+                param.grad *= factor
+            # Sets up the scaler.
+            scaler.scale(torch.zeros(()))
+            scaler.step(base)
+            scaler.update()
+        return flatten(params)
+
+    assert torch.equal(run(2.0**10), run(1.0))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, reduce
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,13 +66,9 @@ class StateGossip(Extension):
             self._buckets[bucket] = known
         return [known]
 
-    @contextmanager
-    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """Restore entries that a rank of the group does not have."""
-        state = self._buckets[received.bucket]
-        before = state.pack(state.new_flat(dtype=state.exact_dtype))
-        yield
-        state.restore(before)
+        return self._buckets[received.bucket].mixing()
 
     def _entry(self, param: Tensor, name: str) -> Tensor | None:
         """An entry of the state; None if there is none yet.
@@ -121,9 +117,6 @@ class StateBucket(Bucket):
         super().__init__([*tensors, self._present], layout, dtype=dtype)
         # Larger groups sum: the mean of ones must be one.
         self.group_codec = None
-        # Holds each entry bit for bit.
-        own = (as_real(tensor).dtype for tensor in tensors)
-        self.exact_dtype = reduce(torch.promote_types, own, dtype)
 
     def holds(self, entries: Sequence[Tensor | None]) -> bool:
         """Return whether these are its entries."""
@@ -134,18 +127,17 @@ class StateBucket(Bucket):
         """Like `Bucket.mix_`, rounded as if the values were sent with a codec."""
         self.shift_(self._as_own(flat), self.pack(self.new_flat()), weight)
 
-    @torch.no_grad()
-    def restore(self, before: Flat) -> None:
-        """Restore the flags, and the entries that a rank of the group does not have.
-
-        Args:
-            before: the values before the mixing.
-        """
+    @contextmanager
+    def mixing(self) -> Iterator[None]:
+        """Restore the flags, and the entries that a rank of the group does not have."""
+        before = [tensor.detach().clone() for tensor in self._tensors()]
+        yield
         # No flag is read on the host, which would wait for a GPU. The mean of ones is one.
         shared = (self._present == 1).unbind()
-        for is_shared, mixed, own in zip(shared, self._tensors(), before.views, strict=False):
-            mixed.copy_(torch.where(is_shared, mixed, own))
-        self._present.copy_(before.views[-1])
+        with torch.no_grad():
+            for is_shared, mixed, own in zip(shared, self._tensors(), before, strict=False):
+                mixed.copy_(torch.where(is_shared, mixed, own))
+            self._present.copy_(before[-1])
 
 
 def _fits(value: Any, param: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from loguru import logger
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
@@ -109,8 +110,11 @@ class LocalUpdate:
         anything: both need one update of everything before the launch.
         """
         base = self._optimizer
-        replaced = "step" in vars(base) and self._step_is_replaced()
-        return type(base) in SPLITTABLE and not step_hooks(base) and not replaced
+        if type(base) not in SPLITTABLE or step_hooks(base):
+            return False
+        own = vars(base).get("step")
+        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
+        return own is None or (by_scheduler and own.__wrapped__ is type(base).step)
 
     @property
     def params(self) -> list[Tensor]:
@@ -192,7 +196,8 @@ class LocalUpdate:
                 with self._gate:
                     result: float | None = self._optimizer.step(*args)
             if any(group.get("fused") for group in self._optimizer.param_groups):
-                _count_change(params)
+                # Fused kernels do not count the change, which other wrappers must notice.
+                increment_version(params)
             # The closure may have given them gradients.
             self.check_outside()
             return result
@@ -262,12 +267,8 @@ class LocalUpdate:
                 for group, own in zip(groups, whole, strict=True):
                     group["params"] = own
         if fused:
-            _count_change(params)
-
-    def _step_is_replaced(self) -> bool:
-        own = vars(self._optimizer)["step"]
-        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
-        return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
+            # A backward pass may not be over.
+            increment_version(params)
 
     @property
     def scales_itself(self) -> bool:
@@ -299,11 +300,6 @@ class LocalUpdate:
             if grad_scale is not None:
                 unscale_(self._optimizer, grad_scale)
             yield True
-
-
-def _count_change(params: Sequence[Tensor]) -> None:
-    """Count a change by fused kernels, which do not: a backward pass may not be over."""
-    torch.autograd.graph.increment_version(params)
 
 
 def step_hooks(optimizer: Optimizer) -> bool:

@@ -115,6 +115,8 @@ class Pipeline:
     def enter(self, session: Session) -> None:
         """Continue with the members of a new session; the extensions restart."""
         self.session = self._open["session"] = session
+        # Some ranks may have said it in a round that was lost.
+        self._before_load = {}
         for extension in self.extensions.all:
             extension.restart()
 
@@ -165,26 +167,22 @@ class Pipeline:
         plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
+        # Also if this rank is idle: the others do not say it again in the next round.
+        before, self._before_load = self._before_load, {}
+        loaded = before and any(digest(param) != value for param, value in before.items())
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        call = CollectiveCall.STEP
-        if self._before_load and self._has_loaded():
-            call = CollectiveCall.LOADED_WEIGHTS
+        call = CollectiveCall.LOADED_WEIGHTS if loaded else CollectiveCall.STEP
         return self.announce(call, plan, number, age)
 
     def note_load(self) -> None:
         """Remember what the parameters are before weights are loaded into the model."""
         members = members_of(self.buckets)
         self._before_load = self._before_load or {each: digest(each) for each in members}
-
-    def _has_loaded(self) -> bool:
-        """Return whether loading has changed any parameter since this rank began a round."""
-        before, self._before_load = self._before_load, {}
-        return any(digest(param) != value for param, value in before.items())
 
     def announce(
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0

@@ -43,7 +43,7 @@ class AccumAdam(OptimizerOfGroups):
         lr: learning rate.
         betas: β1 and β2, decay of the moments per window.
         eps: added to the denominator.
-        weight_decay: λ.
+        weight_decay: λ; None takes 0, and 0.01 in `AccumAdamW`.
         accum_iter: s, the number of steps of a window.
         maximize: maximize the objective instead of minimizing it.
 
@@ -51,7 +51,7 @@ class AccumAdam(OptimizerOfGroups):
         ValueError: a number is out of range.
     """
 
-    _decoupled = False
+    _decoupled, _weight_decay = False, 0.0
 
     def __init__(
         self,
@@ -59,11 +59,12 @@ class AccumAdam(OptimizerOfGroups):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         accum_iter: int = 1,
         *,
         maximize: bool = False,
     ) -> None:
+        weight_decay = self._weight_decay if weight_decay is None else weight_decay
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -129,24 +130,10 @@ class AccumAdam(OptimizerOfGroups):
 class AccumAdamW(AccumAdam):
     """`AccumAdam` with the weight decay of AdamW: x <- (1 - lr λ) x in every step, not in g and b.
 
-    s = 1 is `torch.optim.AdamW`. Arguments and errors are as in `AccumAdam`; λ is 0.01 by
-    default.
+    s = 1 is `torch.optim.AdamW`. Arguments and errors are as in `AccumAdam`; λ is 0.01 by default.
     """
 
-    _decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        accum_iter: int = 1,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, maximize=maximize)
+    _decoupled, _weight_decay = True, 0.01
 
 
 def _close_windows(states: list[dict[str, Any]], beta1: float, beta2: float) -> None:

@@ -45,6 +45,9 @@ class AdamW(torch.optim.AdamW):
         members: n of the groups whose `ranks` is None; None if no wrapper has set it.
     """
 
+    # Of the class, since torch copies and pickles no other attributes than the defaults.
+    members: int | None = None
+
     def __init__(
         self,
         params: ParamsT,
@@ -53,26 +56,24 @@ class AdamW(torch.optim.AdamW):
         ranks: int | None = None,
         **options: Any,
     ) -> None:
-        self.members: int | None = None
         super().__init__(params, lr, **options)
         # Torch's constructor makes the defaults. It has added the groups already.
         self.defaults["ranks"] = ranks
         for group in self.param_groups:
-            _check(group, ranks)
-        if ranks != 1:
-            # The fused kernel would unscale b.
-            self._step_supports_amp_scaling = False
+            self._complete(group)
+        # The fused kernel would unscale b.
+        self._step_supports_amp_scaling = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("ranks", self.defaults.get("ranks"))
+            self._complete(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; it may have its own `ranks`."""
         super().add_param_group(param_group)
         if "ranks" in self.defaults:
-            _check(self.param_groups[-1], None)
+            self._complete(self.param_groups[-1])
 
     def set_members(self, count: int) -> None:
         """Set n for the groups whose `ranks` is None.
@@ -81,6 +82,17 @@ class AdamW(torch.optim.AdamW):
             count: number of ranks that average parameters.
         """
         self.members = count
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Give a group its `ranks`, and check it."""
+        ranks, beta1 = group.setdefault("ranks", self.defaults["ranks"]), group["betas"][0]
+        if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+            raise ValueError(f"ranks must be a whole number above 0, or None, got {ranks!r}")
+        if ranks != 1 and (isinstance(beta1, Tensor) or not beta1):
+            raise ValueError(
+                f"betas[0] must be a number above 0 unless ranks is 1, got {beta1}; without a "
+                f"first moment, use torch.optim.AdamW"
+            )
 
     def _init_group(
         self,
@@ -91,9 +103,9 @@ class AdamW(torch.optim.AdamW):
         *others: list[Tensor],
     ) -> Any:
         """Collect what a step of torch's AdamW reads, with b in place of the gradients."""
-        collect: Any = super()._init_group
-        result = collect(group, params, grads, exp_avgs, *others)
-        ranks = group["ranks"] or self.members or _world_size()
+        result = super()._init_group(group, params, grads, exp_avgs, *others)  # type: ignore[no-untyped-call]
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = group["ranks"] or self.members or world_size
         if ranks > 1 and params:
             grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
         return result
@@ -108,13 +120,17 @@ class AdamW(torch.optim.AdamW):
                 state["short_avg"] = state["exp_avg"].clone(memory_format=torch.preserve_format)
         grads = [local_grad(param) for param in params]
         shorts = [local(state["short_avg"]) for state in states]
+        steps = [state["step"] for state in states]
+        # Counts on a GPU stay there, and nothing waits.
+        if on_host := all(step.is_cpu for step in steps):
+            steps = [step.item() for step in steps]
         # The first weight is 1.
-        weights = [(1 - decay) / (1 - decay ** (_number(state["step"]) + 1)) for state in states]
-        if isinstance(weights[0], float):
+        weights = [(1 - decay) / (1 - decay ** (step + 1)) for step in steps]
+        if on_host:
             torch._foreach_lerp_(shorts, grads, weights)
         else:
             for short, grad, weight in zip(shorts, grads, weights, strict=True):
-                short.lerp_(grad, weight.to(short.dtype))
+                short.lerp_(grad, weight.to(short))
         # Torch sets m <- β1 m + (1 - β1) b next.
         missing = (1 - group["betas"][0]) / group["betas"][0]
         if group["maximize"]:
@@ -122,24 +138,6 @@ class AdamW(torch.optim.AdamW):
         averages = [local(state["exp_avg"]) for state in states]
         torch._foreach_add_(averages, grads, alpha=missing)
         torch._foreach_add_(averages, shorts, alpha=-missing)
-        return [state["short_avg"] for state in states]
-
-
-def _check(group: dict[str, Any], ranks: int | None) -> None:
-    ranks, beta1 = group.setdefault("ranks", ranks), group["betas"][0]
-    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-        raise ValueError(f"ranks must be a whole number above 0, or None, got {ranks!r}")
-    if ranks != 1 and (isinstance(beta1, Tensor) or not beta1):
-        raise ValueError(
-            f"betas[0] must be a number above 0 unless ranks is 1, got {beta1}; without a first "
-            "moment, use torch.optim.AdamW"
-        )
-
-
-def _number(step: Tensor) -> Any:
-    """A count of steps on the host as a number; on a GPU it stays there, and nothing waits."""
-    return step.item() if step.is_cpu else step
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        read = [state["short_avg"] for state in states]
+        # Autograd needs the b of this step, which the next one moves.
+        return [short.clone() for short in read] if group["differentiable"] else read

@@ -137,10 +137,6 @@ class Topology:
         kinds = type(self).__mro__
         return next(name for kind in kinds for name in _DEFINITIONS if name in vars(kind))
 
-    @property
-    def _has_formula(self) -> bool:
-        return self._definition == "own_group"
-
     @cached_property
     def _built_schedules(self) -> list[list[Group]]:
         """`groups[phase][rank]` as they are listed, checked to be partitions."""
@@ -163,7 +159,7 @@ class Topology:
 
     def _check_schedule(self) -> int:
         """Check the groups, of a formula in small worlds only, and return the number of phases."""
-        formula, n = self._has_formula, self._world_size
+        formula, n = self._definition == "own_group", self._world_size
         count = operator.index(self.phase_count()) if formula else len(self._built_schedules)
         if count < 1:
             raise ValueError(f"expected the groups of 1 or more phases, got {count} phases")
@@ -193,7 +189,7 @@ class Topology:
         If a formula gives the groups of more than 64 ranks, it hashes the groups of 64 ranks only.
         """
         digest, n = hashlib.sha256(), self._world_size
-        step = -(-n // _SMALL) if self._has_formula else 1
+        step = -(-n // _SMALL) if self._definition == "own_group" else 1
         for phase in range(self.period):
             groups = dict.fromkeys(self.group_of(rank, phase) for rank in range(0, n, step))
             digest.update(repr([(group.ranks, group.self_weight) for group in groups]).encode())
@@ -204,7 +200,7 @@ class Topology:
         phase = round % self.period
         if self._world_size == 1:
             return Group([0])
-        if self._has_formula:
+        if self._definition == "own_group":
             return self._computed_group(rank, phase)
         return self._built_schedules[phase][rank]
 

@@ -166,9 +166,8 @@ class PlainExchange(Exchange):
     def keep_sent(self) -> None:
         """Keep the values that are packed, for members that others may change."""
         if self._sent is None:
-            self._sent = self._bucket.new_flat(
-                self._arriving.data.device, self._arriving.data.dtype
-            )
+            like = self._arriving.data
+            self._sent = self._bucket.new_flat(like.device, like.dtype)
 
     def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
         """Note which members others have changed since the bucket had these stamps.
