@@ -45,19 +45,12 @@ class ForwardHooks:
         model: the model; a copy of it, or a model loaded from a file, announces nothing.
         announce: function that is called with parameters that are about to be read.
         settle: function that is called before parameters are saved.
-        note_load: function that is called before weights are loaded.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        announce: Announce,
-        settle: Callable[[], None],
-        note_load: Callable[[], None],
-    ) -> None:
+    def __init__(self, model: nn.Module, announce: Announce, settle: Callable[[], None]) -> None:
         is_fake = any(isinstance(param, FakeTensor) for param in model.parameters())
         self._announce = announce if is_fake else partial(_with_real_tensors, announce)
-        self._root, self._settle, self._note_load = model, settle, note_load
+        self._root, self._settle = model, settle
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
         # The parameters of each module, by its id. Not as they are when it
         # is called: functional_call() puts other tensors in their place.
@@ -80,9 +73,8 @@ class ForwardHooks:
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
-        names = "before_model", "before", "before_reading", "before_listing"
-        first, before, read, listed = (_Hook(self, name) for name in names)
-        saved, loaded = _Hook(self, "before_saving"), _Hook(self, "before_loading")
+        names = "before_model", "before", "before_reading", "before_listing", "before_saving"
+        first, before, read, listed, saved = (_Hook(self, name) for name in names)
         watch = Watch(read=read, listed=listed, copied=saved)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
@@ -91,8 +83,7 @@ class ForwardHooks:
                 # First of all: FSDP gathers shards in such a hook.
                 hook = module.register_forward_pre_hook(called, prepend=True)
                 on_save = module.register_state_dict_pre_hook(saved)  # type: ignore[no-untyped-call]
-                on_load = module.register_load_state_dict_pre_hook(loaded)  # type: ignore[no-untyped-call]
-                for end in (hook.remove, on_save.remove, on_load.remove, watch.begin(module)):
+                for end in (hook.remove, on_save.remove, watch.begin(module)):
                     self._end.callback(end)
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced, self._known = {}, set()
@@ -159,10 +150,6 @@ class ForwardHooks:
     def before_saving(self, *arguments: Any) -> None:
         """Make sure that a state dict holds whole rounds only."""
         self._settle()
-
-    def before_loading(self, *arguments: Any) -> None:
-        """Note that the weights of a module are about to be replaced by loaded ones."""
-        self._note_load()
 
     def _in_compiled_code(self) -> bool:
         """Return whether this is traced for compiled code, which then announces what it must."""

@@ -193,8 +193,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
-            calls = self._gossip.mix_early, self._gossip.settle, self._gossip.average.note_load
-            self._forward_hooks = ForwardHooks(model, *calls)
+            self._forward_hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable
@@ -15,11 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import named, pairwise
-from modules import Training, make_model
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
-from scripted_ranks import listed
-from torch import Tensor
 
 from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule, StateAverage
 from decent_optim_wrapper.comm.waiting import PendingMessage
@@ -148,60 +144,3 @@ def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
         assert not torch.equal(flatten(params), before)
 
     run_threads(2, main)
-
-
-@pytest.mark.parametrize("way", ["step", "backward"])
-def test_weights_that_one_rank_alone_loads_are_an_error_in_its_next_round(way: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, int]:
-        training = Training(rank, group, way=way, timeout=3.0)
-        optimizer, model = training.optimizer, training.model
-        other = make_model(seed=9).state_dict()
-        training.train(range(3))
-        optimizer.synchronize()
-        # All ranks do, some of which have loaded before what they load now.
-        model.load_state_dict(other)
-        training.train(range(3, 5))
-        optimizer.synchronize()
-        if rank == 1:
-            own = copy.deepcopy(model.state_dict())
-            model.load_state_dict(other)
-            model.load_state_dict(own)
-        with optimizer.averaged():
-            if rank == 0:
-                model.load_state_dict(other)
-        training.train(range(5, 8))
-        optimizer.synchronize()
-        before = optimizer.round
-        if rank == 1:
-            part = next(each for each in model.children() if [*each.parameters()])
-            part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
-        return error_of(lambda: training.train(range(8, 12))), optimizer.round - before
-
-    for rank, (text, steps) in enumerate(run_threads(2, main)):
-        there, here = "step() after load_state_dict() of the model", "step()"
-        if rank == 1:
-            there, here = here, there
-        assert text.startswith(
-            f"CallOrderError: rank {rank}: expected rank {1 - rank} in {here} at "
-        )
-        assert f"but it is in {there} at" in text
-        assert "load weights on all ranks, or on rank 0 before the wrapper is built" in text
-        assert steps <= 1
-
-
-@pytest.mark.parametrize("way", ["step", "backward"])
-def test_weights_that_all_ranks_load_are_no_error_where_some_are_idle_in_the_next_round(
-    way: str,
-) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        training = Training(rank, group, way, topology=listed(3, [[[0, 1]], [[1, 2]]]), timeout=3.0)
-        training.train(range(2))
-        training.optimizer.synchronize()
-        training.model.load_state_dict(make_model(seed=9).state_dict())
-        before = flatten([*training.model.parameters()])
-        training.train(range(2, 6))
-        assert training.optimizer.round == 6
-        training.optimizer.synchronize()
-        return flatten([*training.model.parameters()]) - before
-
-    assert all(moved.abs().max() > 1e-3 for moved in run_threads(3, main))

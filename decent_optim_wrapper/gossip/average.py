@@ -120,11 +120,6 @@ class WorldAverage:
         if flying := self._pipeline.in_flight:
             flying.watch_again()
 
-    def note_load(self) -> None:
-        """Note that weights are about to be loaded, unless they replace an average for a while."""
-        if self.snapshot is None:
-            self._pipeline.note_load()
-
     @torch.no_grad()
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""

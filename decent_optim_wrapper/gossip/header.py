@@ -23,7 +23,6 @@ class CollectiveCall(IntEnum):
     ALL_GATHER = 7
     DROP_EXTENSION = 8
     LOADED = 9
-    LOADED_WEIGHTS = 10
 
     def __str__(self) -> str:
         return _TEXTS.get(self, f"{self.name.lower()}()")
@@ -35,7 +34,6 @@ _TEXTS = {
     CollectiveCall.DROP_EXTENSION: "drop_extension()",
     CollectiveCall.KEEP_AVERAGE: "step() after an average",
     CollectiveCall.LOADED: "step() after load_state_dict()",
-    CollectiveCall.LOADED_WEIGHTS: "step() after load_state_dict() of the model",
 }
 
 
@@ -89,11 +87,6 @@ class RoundHeader(NamedTuple):
             )
             if CollectiveCall.LOADED in (call, self.call):
                 remedy = "load states of the same step on all ranks, or on none"
-            if {call, self.call} == {CollectiveCall.STEP, CollectiveCall.LOADED_WEIGHTS}:
-                remedy = (
-                    "load weights on all ranks, or on rank 0 before the wrapper is built, whose "
-                    "constructor gives them to the others: a round would only mix them with others"
-                )
             remedy += ". Is one of the calls inside an `if rank == 0` branch?"
         elif rate != self.mixing_rate and (same_rate or not 0 < rate <= 1):
             expected = f"to mix round {self.round} with mixing_rate={self.mixing_rate}"

@@ -19,8 +19,7 @@ from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.wire.broadcast import digest
-from decent_optim_wrapper.wire.bucket import Bucket, members_of
+from decent_optim_wrapper.wire.bucket import Bucket
 
 # How long a dropped wrapper waits for peers that must still launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
@@ -92,8 +91,6 @@ class Pipeline:
         self.bucket_of: dict[int, Bucket] = {}
         # Number of the next round.
         self.round = 0
-        # Digests of the parameters before the first load since the last round; usually empty.
-        self._before_load: dict[Tensor, int] = {}
         # What a loaded state leaves to the next step.
         self.pending = PendingResume()
         # The rate of the next rounds.
@@ -115,8 +112,6 @@ class Pipeline:
     def enter(self, session: Session) -> None:
         """Continue with the members of a new session; the extensions restart."""
         self.session = self._open["session"] = session
-        # Some ranks may have said it in a round that was lost.
-        self._before_load = {}
         for extension in self.extensions.all:
             extension.restart()
 
@@ -167,22 +162,13 @@ class Pipeline:
         plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
-        # Also if this rank is idle: the others do not say it again in the next round.
-        before, self._before_load = self._before_load, {}
-        loaded = before and any(digest(param) != value for param, value in before.items())
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        call = CollectiveCall.LOADED_WEIGHTS if loaded else CollectiveCall.STEP
-        return self.announce(call, plan, number, age)
-
-    def note_load(self) -> None:
-        """Remember what the parameters are before weights are loaded into the model."""
-        members = members_of(self.buckets)
-        self._before_load = self._before_load or {each: digest(each) for each in members}
+        return self.announce(CollectiveCall.STEP, plan, number, age)
 
     def announce(
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
