@@ -74,6 +74,7 @@ class WorldAverage:
             if self.snapshot is not None:
                 self.revert()
             raise
+        self._watch_again()
 
     def refuse(self, call: str) -> None:
         """Check that no average is in place, which `call` would mix with the round in flight.
@@ -117,6 +118,10 @@ class WorldAverage:
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
         self.keep()
+        self._watch_again()
+
+    def _watch_again(self) -> None:
+        """Let the round in flight take what was just put in place for no change by others."""
         if flying := self._pipeline.in_flight:
             flying.watch_again()
 
