@@ -7,13 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
-    quantization_pertensor_hook,
-)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -128,7 +124,6 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "DDP": ddp,
     "DDP, buckets of 2 MiB": partial(ddp, bucket_cap_mb=2),
     "DDP, bf16 hook": partial(ddp, hook=bf16_compress_hook),
-    "DDP, 8 bits": partial(ddp, hook=quantization_pertensor_hook, state=lambda: dist.group.WORLD),
     "DDP, PowerSGD 1": power_sgd(1),
     "DDP, PowerSGD 4": power_sgd(4),
     "PostLocalSGD 8": partial(post_local_sgd, period=8),
