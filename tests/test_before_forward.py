@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from modules import Odd, Training, adamw, batch, fill, flat, loss_of, make_model
 from problem import flatten, nesterov
 from ranks import run_processes, run_threads

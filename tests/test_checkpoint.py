@@ -23,7 +23,7 @@ from problem import MakeOptimizer, adamw, flatten, make_params, take_steps, wrap
 from ranks import run_processes, run_threads
 from restartable_processes import RestartableProcesses, wrap_elastic
 from torch import Tensor
-from warned import warned_texts
+from warning_texts import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.checkpoint import Checkpoints, sets, whole_file

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from covering import named, pairwise
+from covering_arrays import named, pairwise
 from problem import of_guide
 from torch import Tensor
 

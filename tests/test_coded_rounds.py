@@ -11,11 +11,11 @@ import problem
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from problem import flatten, nesterov, of_guide, take_drawn_steps
 from ranks import run_threads
 from torch import Tensor
-from warned import warned_texts
+from warning_texts import warned_texts
 
 from decent_optim_wrapper import (
     CallOrderError,

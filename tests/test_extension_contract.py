@@ -14,7 +14,7 @@ import modules
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, pairwise
+from covering_arrays import VIEWS, pairwise
 from problem import Held, adamw, flatten, make_params, nesterov, of_guide, sgd, take_steps, wrap
 from ranks import run_threads
 from scripted_ranks import LR, Seen, Spec, Trainer, World, arguments, perform, stack

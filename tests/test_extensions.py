@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import named, pairwise
+from covering_arrays import named, pairwise
 from problem import (
     MODES,
     Masters,
@@ -30,7 +30,7 @@ from scripted_ranks import listed
 from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
-from warned import warned_texts
+from warning_texts import warned_texts
 
 from decent_optim_wrapper import (
     AsItArrives,

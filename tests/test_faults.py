@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from covering import OVERLAP, named, pairwise
+from covering_arrays import OVERLAP, named, pairwise
 from problem import Held, backward, flatten, make_params, wrap
 from ranks import keep_no_idle_threads, run_processes, threads_end
 from torch import nn

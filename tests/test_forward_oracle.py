@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from dense import due_matrix, mix, train_densely
 from modules import Odd, Training, accum_adam, adamw, backward, loss_of
 from ranks import run_threads

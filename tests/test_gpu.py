@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
 from modules import Detached, wrap_base
 from torch import nn, optim

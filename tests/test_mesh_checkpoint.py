@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from warned import warned_texts
+from warning_texts import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints

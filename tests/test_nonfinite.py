@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from fake_cuda import WAYS, Way
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads

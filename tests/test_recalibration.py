@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, pairwise
+from covering_arrays import VIEWS, pairwise
 from problem import wrap
 from ranks import run_threads
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from problem import Held, adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor, nn

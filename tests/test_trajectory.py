@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from covering import OVERLAP, VIEWS, pairwise
+from covering_arrays import OVERLAP, VIEWS, pairwise
 from dense import due_matrix, mix, put, rows_of, train_densely
 from problem import (
     MakeOptimizer,

@@ -18,7 +18,7 @@ from ranks import run_threads
 from test_checkpoint import file_of, flip_a_bit, start
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from warned import warned_texts
+from warning_texts import warned_texts
 
 from decent_optim_wrapper import (
     AsItArrives,

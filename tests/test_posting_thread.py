@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import VIEWS, named, pairwise
+from covering_arrays import VIEWS, named, pairwise
 from fake_cuda import WAYS, post_by_a_thread
 from modules import Training
 from problem import backward, flatten, make_params, take_steps, wrap

@@ -13,7 +13,7 @@ import problem
 import pytest
 import torch
 import torch.distributed as dist
-from covering import named, pairwise
+from covering_arrays import named, pairwise
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
 

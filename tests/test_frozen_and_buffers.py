@@ -1,4 +1,4 @@
-"""What a model holds besides the parameters that are trained: how it starts, and its averages."""
+"""Frozen parameters and buffers of a model: how they start, and how they are averaged."""
 
 from __future__ import annotations
 
