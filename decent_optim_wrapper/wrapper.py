@@ -24,8 +24,8 @@ from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling
 from decent_optim_wrapper.gossip.saved_state import (
@@ -189,11 +189,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             super().__init__(optimizer)
             options["extensions"] = arrange(extensions, optimizer)
         self._settings, inputs = settings, take_fields(Inputs, options)
-        self._gossip, self._setup, self._hand_over = set_up(start, inputs)
-        self._pipeline, self._local_update = self._gossip.pipeline, self._gossip.local_update
+        self._coordinator, self._setup, self._hand_over = set_up(start, inputs)
+        self._pipeline, self._local_update = (
+            self._coordinator.pipeline,
+            self._coordinator.local_update,
+        )
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
-            self._forward_hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
+            self._forward_hooks = ForwardHooks(
+                model, self._coordinator.mix_early, self._coordinator.settle
+            )
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
@@ -226,7 +231,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def is_averaged(self) -> bool:
         """True if an average is in place that `revert_global_avg()` can revert."""
-        return self._gossip.average.snapshot is not None
+        return self._coordinator.average.snapshot is not None
 
     @property
     def mixing_rate(self) -> float:
@@ -302,7 +307,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                     loss, closure = closure(), None
             except BaseException as error:
                 # The others wait for this rank in their rounds.
-                self._gossip.close(error)
+                self._coordinator.close(error)
                 raise
         # GradScaler sets the two attributes here around its call of step().
         scaling = Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
@@ -358,9 +363,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             RuntimeError: an average is in place that may be reverted, and mixing would change it.
             NonFiniteError: the round has NaN or infinity, and is dropped; the extensions are, too.
         """
-        self._gossip.average.refuse("drop_extension()")
+        self._coordinator.average.refuse("drop_extension()")
         for each in [each for each in self.extensions if isinstance(each, kind)]:
-            self._gossip.drop_extension(each)
+            self._coordinator.drop_extension(each)
         self._notify_change()
 
     def rebuild_buckets(self) -> None:
@@ -394,7 +399,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             PeerError: a rank was lost.
             CallOrderError: a rank is in another method.
         """
-        self._gossip.global_avg(may_revert)
+        self._coordinator.global_avg(may_revert)
         self._notify_change()
 
     def revert_global_avg(self) -> None:
@@ -403,8 +408,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: there is no snapshot, or the parameters are not the average any more.
         """
-        self._gossip.average.check()
-        self._gossip.average.revert()
+        self._coordinator.average.check()
+        self._coordinator.average.revert()
 
     @contextmanager
     def averaged(
@@ -434,7 +439,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         finally:
             self._shared["average_contexts"] -= 1
             if self.is_averaged and not nested:
-                self._gossip.average.revert()
+                self._coordinator.average.revert()
 
     def synchronize(self) -> None:
         """Wait for the round in flight and mix it.
@@ -445,8 +450,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: an average is in place that may be reverted, and mixing would change it.
         """
-        self._gossip.average.refuse("synchronize()")
-        self._gossip.synchronize()
+        self._coordinator.average.refuse("synchronize()")
+        self._coordinator.synchronize()
 
     def consensus_distance(self) -> float:
         """Compute how far the ranks are apart; collective.
@@ -454,8 +459,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Returns:
             sqrt(1/n * sum over i of ||x_i - mean(x)||_2^2), the same on all ranks.
         """
-        distance = self._gossip.meet(
-            CollectiveCall.CONSENSUS_DISTANCE, self._gossip.average.consensus_distance
+        distance = self._coordinator.meet(
+            CollectiveCall.CONSENSUS_DISTANCE, self._coordinator.average.consensus_distance
         )
         self._notify_change()
         return distance
@@ -480,10 +485,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             RuntimeError: the norm is not finite and `error_if_nonfinite` is True.
         """
         params = params_of(self)
-        if not self._gossip.replica.transports:
+        if not self._coordinator.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         # All ranks of the replica raise this error, and no other rank waits for them.
-        with self._gossip.propagating(RuntimeError):
+        with self._coordinator.propagating(RuntimeError):
             return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -500,7 +505,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             PeerError: a rank did not answer.
         """
-        return self._gossip.all_gather(tensor)
+        return self._coordinator.all_gather(tensor)
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Register a function that is called after each step of this rank.
@@ -530,7 +535,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             PeerError: a rank did not answer.
         """
-        rows = self._gossip.all_gather(measure(self._pipeline))
+        rows = self._coordinator.all_gather(measure(self._pipeline))
         # The shards of a replica have waited for each other, so the first one is enough.
         return diagnose(rows[:: self.replica.size], self.members)
 
@@ -541,8 +546,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         `AsItArrives` call `synchronize()` on all ranks first. The state dict holds no
         round in flight, and without one the mean over the ranks would move.
         """
-        self._gossip.settle()
-        return {**self._base.state_dict(), GOSSIP_KEY: gossip_state(self._gossip)}
+        self._coordinator.settle()
+        return {**self._base.state_dict(), GOSSIP_KEY: gossip_state(self._coordinator)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; does not communicate.
@@ -565,7 +570,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         rate = self._settings.schedule.mixing_rate
         state_dict = renumbered(state_dict, self.param_groups)
-        load = prepare_load(self._gossip, state_dict.get(GOSSIP_KEY), rate)
+        load = prepare_load(self._coordinator, state_dict.get(GOSSIP_KEY), rate)
         before = self.state, self.param_groups
         try:
             base = {key: value for key, value in state_dict.items() if key != GOSSIP_KEY}
@@ -586,7 +591,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: there is an outer optimizer, and the wrapper was built without the model.
         """
-        return named_state(self._gossip)
+        return named_state(self._coordinator)
 
     def load_gossip_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `gossip_state_dict()`; does not communicate.
@@ -602,7 +607,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        prepare_load(self._gossip, state_dict, rate, by_name=True)()
+        prepare_load(self._coordinator, state_dict, rate, by_name=True)()
 
     def __repr__(self) -> str:
         return (
@@ -622,7 +627,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"other in every step; ranks may make different numbers of steps without it: call "
                 f"synchronize() at the end on all of them"
             )
-        return IdleRounds(self._gossip, self._notify_change)
+        return IdleRounds(self._coordinator, self._notify_change)
 
     @property
     def _join_config(self) -> Any:
@@ -638,7 +643,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         group = self._setup.process_group
         if group is None or serves(group, CPU):
             return CPU
-        return next(param.device for param in self._gossip.params if param.is_cuda)
+        return next(param.device for param in self._coordinator.params if param.is_cuda)
 
     @property
     def join_process_group(self) -> Any:
@@ -656,14 +661,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"average with global_avg(may_revert=False)"
             )
         if self._forward_hooks is not None and not self._forward_hooks.were_called:
-            _check_forward_pass(self._gossip)
-        with Step(self._gossip, in_backward) as step:
+            _check_forward_pass(self._coordinator)
+        with Step(self._coordinator, in_backward) as step:
             yield step
         if self._forward_hooks is not None:
             self._forward_hooks.end_step()
         if self._shared["join_config"].enable and any(e.collective for e in self.extensions):
             # Another rank without data would be in Join's all-reduce during the forward pass.
-            self._gossip.mix_early()
+            self._coordinator.mix_early()
         for each in self._after_step:
             each()
         self._notify_change()
@@ -683,28 +688,30 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones; collective."""
         add = partial(self._setup.add, self._pipeline, parameters, late)
-        self._gossip.meet(CollectiveCall.REGROUP, add)
+        self._coordinator.meet(CollectiveCall.REGROUP, add)
         if self._forward_hooks is not None:
             self._forward_hooks.watch()
         self._notify_change()
 
     def _notify_change(self) -> None:
         """Call the user's callback if the members have changed, after everything else."""
-        if self._gossip.members:
-            self._gossip.members.notify_change()
+        if self._coordinator.members:
+            self._coordinator.members.notify_change()
 
 
-def _check_forward_pass(gossip: Gossip) -> None:
+def _check_forward_pass(coordinator: Coordinator) -> None:
     """Check that there are no gradients, since no forward pass has mixed the parameters."""
-    if gossip.pipeline.in_flight and any(param.grad is not None for param in gossip.params):
+    if coordinator.pipeline.in_flight and any(
+        param.grad is not None for param in coordinator.params
+    ):
         error = CallOrderError(
-            f"rank {gossip.pipeline.session.transport.initial_rank}: step() expects a forward pass "
-            f"of the model since the last step, which mixes the parameters, but no module was "
+            f"rank {coordinator.pipeline.session.transport.initial_rank}: step() expects a forward "
+            f"pass of the model since the last step, which mixes the parameters, but no module was "
             f"called: the gradients belong to other parameters. Call the model or its modules, or "
             f"synchronize() before parameters are read in another way; set gradients to None for a "
             f"step without a batch"
         )
-        gossip.close(error)
+        coordinator.close(error)
         raise error
 
 
@@ -712,18 +719,18 @@ class IdleRounds(JoinHook):
     """Takes part in the rounds of other ranks without local updates.
 
     Args:
-        gossip: the rounds of this rank.
+        coordinator: coordinates the rounds of this rank.
         notify_change: called after each round.
     """
 
-    def __init__(self, gossip: Gossip, notify_change: Callable[[], None]) -> None:
-        self._gossip = gossip
+    def __init__(self, coordinator: Coordinator, notify_change: Callable[[], None]) -> None:
+        self._coordinator = coordinator
         self._notify_change = notify_change
 
     def main_hook(self) -> None:
         """Make one round for a step that another rank still makes."""
-        with Step(self._gossip, in_backward=False) as step:
+        with Step(self._coordinator, in_backward=False) as step:
             step.advance(step.buckets, lambda: None)
         # In a forward pass, which this rank does not make, the others may have mixed by now.
-        self._gossip.mix_early()
+        self._coordinator.mix_early()
         self._notify_change()

@@ -93,7 +93,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         Raises:
             RuntimeError: one does, and this backward pass would make a step here, too.
         """
-        if has_newer(self._gossip):
+        if has_newer(self._coordinator):
             raise RuntimeError(
                 f"rank {self.rank}: expected backward passes of the newest wrapper of these "
                 f"parameters only, but an older DecentralizedDataParallel still exists, of which "
@@ -106,11 +106,11 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     def distance_to_average(self) -> float:
         """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
-        return self._gossip.average.distance()
+        return self._coordinator.average.distance()
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
-        self._gossip.keep_average()
+        self._coordinator.keep_average()
 
     def _notify_change(self) -> None:
         """Do nothing yet: an error of the user's callback must not break the backward pass."""

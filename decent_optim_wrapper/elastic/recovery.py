@@ -19,7 +19,7 @@ from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.elastic.epoch import Epoch, Note
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.saved_state import (
     GOSSIP_KEY,
@@ -45,7 +45,7 @@ class HandOver:
 
     Args:
         optimizer: the base.
-        gossip: the gossip of its parameters.
+        coordinator: coordinates the rounds of its parameters.
         held: further tensors to send, if all ranks hold them.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
@@ -53,7 +53,7 @@ class HandOver:
     """
 
     optimizer: Optimizer
-    gossip: Gossip
+    coordinator: Coordinator
     held: HeldTensors
     parts: Sequence[Any]
     layout: Layout
@@ -66,13 +66,13 @@ class HandOver:
             donor: the position of the sender among the members.
             takes: whether this rank needs the state; otherwise it ignores what it receives.
         """
-        pipeline = self.gossip.pipeline
+        pipeline = self.coordinator.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
         named = in_agreed_order(named_parameters(self.optimizer.param_groups), self.layout)
         tensors = [n.tensor for n in (*named, *self.held.on_all_ranks(transport, donor))]
         if transport.rank == donor:
             # The members may meet in the middle of its forward pass.
-            tensors = self.gossip.early.restored(tensors)
+            tensors = self.coordinator.early.restored(tensors)
         broadcast(tensors, transport, self.layout, donor, keep=not takes)
         if transport.rank == donor:
             send_state(self._state(), transport)
@@ -87,18 +87,18 @@ class HandOver:
                 if each.name and each.name not in saved.get("extensions", {}):
                     extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
-            prepare_load(self.gossip, saved, pipeline.mixing_rate)()
+            prepare_load(self.coordinator, saved, pipeline.mixing_rate)()
             for part, state in zip(self.parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)
 
     def _state(self) -> list[Any]:
         """The state of the base and of the gossip, and those of the further objects."""
-        saved = gossip_state(self.gossip)
+        saved = gossip_state(self.coordinator)
         # The round in flight is dropped, and references start again.
         for key in ("launch_snapshot", "references"):
             saved.pop(key, None)
-        for each in self.gossip.pipeline.extensions.all:
+        for each in self.coordinator.pipeline.extensions.all:
             if each.belongs_to_rank:
                 saved["extensions"][each.name] = None
         state = {**self.optimizer.state_dict(), GOSSIP_KEY: saved}
@@ -108,7 +108,7 @@ class HandOver:
         state = part.state_dict()
         if sendable(state):
             return state
-        rank = self.gossip.pipeline.session.transport.initial_rank
+        rank = self.coordinator.pipeline.session.transport.initial_rank
         warn(
             f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
             f"and strings; it is not sent to the rank that comes back, where it starts again"
@@ -157,8 +157,8 @@ class Recovery:
     topology: Topology
     schedule: Schedule
     on_change: OnChange | None
-    # The gossip that is managed, from `begin` on.
-    _gossip: Gossip = field(init=False)
+    # Managed from `begin` on.
+    _coordinator: Coordinator = field(init=False)
     _hand_over: Callable[[int, bool], None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,10 +201,10 @@ class Recovery:
         topology = fitting(self.topology, self.epoch.members)
         return Session.connect(self.transport, topology, self.schedule.intervals, first_round)
 
-    def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
-        """Manage the members of the gossip from now on; a rank that joins receives its state."""
-        # The gossip knows this object, and the wrapper keeps both.
-        self._gossip, self._hand_over = weakref.proxy(gossip), weakref.proxy(hand_over)
+    def begin(self, coordinator: Coordinator, hand_over: HandOver) -> None:
+        """Manage the members from now on; a rank that joins receives the state of another one."""
+        # The coordinator knows this object, and the wrapper keeps both.
+        self._coordinator, self._hand_over = weakref.proxy(coordinator), weakref.proxy(hand_over)
         if self.joins:
             self._call = CollectiveCall.STEP
             self._catch_up()
@@ -260,7 +260,7 @@ class Recovery:
         """
         acted = False
         try:
-            self._gossip.announce(call)
+            self._coordinator.announce(call)
             action()
             acted = True
             self.transport.all_gather(torch.zeros(1, device="cpu"))
@@ -276,7 +276,7 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._gossip.pipeline.round >= self.epoch.round:
+        while self._newcomers and self._coordinator.pipeline.round >= self.epoch.round:
             calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
@@ -288,7 +288,9 @@ class Recovery:
                 return
             for call in calls:
                 with suppress(NonFiniteError):
-                    self._make(call, partial(_mirror, call, self._gossip, self.rendezvous.rank))
+                    self._make(
+                        call, partial(_mirror, call, self._coordinator, self.rendezvous.rank)
+                    )
 
     def _calls(self) -> set[CollectiveCall]:
         """The calls that the ranks are in; when all are in a step, there are no newcomers."""
@@ -314,7 +316,7 @@ class Recovery:
         logger.warning("rank {}: {}", self.rendezvous.rank, reason)
         follower = self._follower()
         self._note = Note(
-            round=self._gossip.pipeline.round,
+            round=self._coordinator.pipeline.round,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
             summary=None if follower is None else follower.summary(self.rendezvous.heard()),
@@ -324,7 +326,7 @@ class Recovery:
 
     def _gather(self) -> None:
         """Close the connections, and connect the remaining ranks."""
-        self._gossip.pipeline.abandon()
+        self._coordinator.pipeline.abandon()
         self.transport.abort("the members gather again")
         self.epoch = self.rendezvous.gather(self._note)
         self._note = self.epoch.note
@@ -341,15 +343,15 @@ class Recovery:
 
     def _begin_epoch(self) -> None:
         """Open a session at the epoch's round, and send the state to ranks that need it."""
-        epoch, gossip = self.epoch, self._gossip
+        epoch, coordinator = self.epoch, self._coordinator
         session = self.open_session(epoch.round)
-        gossip.pipeline.enter(session)
-        gossip.local_update.set_members(len(epoch.members))
+        coordinator.pipeline.enter(session)
+        coordinator.local_update.set_members(len(epoch.members))
         if epoch.has_newcomers:
             self._hand_over(epoch.donor, self.joins)
-        synchronous = gossip.pipeline.policy.pacing.synchronous
+        synchronous = coordinator.pipeline.policy.pacing.synchronous
         if self.joins or not synchronous:
-            gossip.pipeline.resume_at(epoch.round)
+            coordinator.pipeline.resume_at(epoch.round)
         if self.joins:
             self._calls_made = epoch.calls_made
         # If ranks may be at different steps, the others wait in their calls for a newcomer.
@@ -365,7 +367,7 @@ class Recovery:
             self._let_follow(follower)
 
 
-def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
+def _mirror(call: CollectiveCall, coordinator: Coordinator, rank: int) -> None:
     """Make a call together with ranks that are in it, and ignore the result; collective.
 
     Raises:
@@ -373,12 +375,12 @@ def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
     """
     match call:
         case CollectiveCall.GLOBAL_AVG:
-            gossip.average.apply(may_revert=True)
-            gossip.average.revert()
+            coordinator.average.apply(may_revert=True)
+            coordinator.average.revert()
         case CollectiveCall.CONSENSUS_DISTANCE:
-            gossip.average.consensus_distance()
+            coordinator.average.consensus_distance()
         case CollectiveCall.KEEP_AVERAGE:
-            gossip.keep_state()
+            coordinator.keep_state()
         case _:
             raise CallOrderError(
                 f"rank {rank}: a rank comes back while others are in {call}, and cannot make that "

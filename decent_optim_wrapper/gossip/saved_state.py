@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.pipeline import PendingResume
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
@@ -22,12 +22,12 @@ from decent_optim_wrapper.wire.references import SavedReference, referring
 GOSSIP_KEY = "gossip"
 
 
-def gossip_state(gossip: Gossip) -> dict[str, Any]:
+def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
     """Return the state of the gossip, once the parameters are settled."""
-    pipeline, pending = gossip.pipeline, gossip.pipeline.pending
+    pipeline, pending = coordinator.pipeline, coordinator.pipeline.pending
     pacing, flying = pipeline.policy.pacing, pipeline.in_flight
     # The next step() would keep the average, which is what is saved now.
-    kept = pending.keeps_average or gossip.average.snapshot is not None
+    kept = pending.keeps_average or coordinator.average.snapshot is not None
     rate, age = pending.rate, pending.age
     if flying:
         rate, age = flying.plan.mixing_rate, flying.age
@@ -42,59 +42,59 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     }
     if pacing.synchronous and pacing.needs_snapshot:
         # Even if no round is in flight.
-        state |= {"age": age, "launch_snapshot": _launched_values(gossip)}
+        state |= {"age": age, "launch_snapshot": _launched_values(coordinator)}
     if extensions := {
         each.name: each.state_dict() for each in pipeline.extensions.all if each.name
     }:
-        own = _saved_by(gossip)
+        own = _saved_by(coordinator)
         # The states of another rank are reset by the next step() on all ranks.
         saved_by = [None] * len(own) if pending.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
-    if params := _referring(gossip):
+    if params := _referring(coordinator):
         session = pipeline.session
         state["references"] = session.references.state(params, session.transport.members)
-    if plan := saved_plan(pipeline.buckets, gossip.params):
+    if plan := saved_plan(pipeline.buckets, coordinator.params):
         state["plan"] = plan
     return state
 
 
 @torch.no_grad()
-def _launched_values(gossip: Gossip) -> list[Tensor]:
+def _launched_values(coordinator: Coordinator) -> list[Tensor]:
     """Copies of the parameters when the round in flight was launched, or of the present ones."""
-    copies = {param: param.detach().clone() for param in gossip.params}
-    if flying := gossip.pipeline.in_flight:
+    copies = {param: param.detach().clone() for param in coordinator.params}
+    if flying := coordinator.pipeline.in_flight:
         for bucket in flying.unmixed:
             if launched := flying.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
-    return [gossip.pipeline.pending.snapshot.get(*each) for each in copies.items()]
+    return [coordinator.pipeline.pending.snapshot.get(*each) for each in copies.items()]
 
 
-def named_state(gossip: Gossip) -> dict[str, Any]:
+def named_state(coordinator: Coordinator) -> dict[str, Any]:
     """Like `gossip_state`, with the names of parameters as keys, however the replica is spread.
 
     Raises:
         ValueError: something is saved of each parameter, and their names are not known.
     """
-    gossip.settle()
-    state = gossip_state(gossip)
+    coordinator.settle()
+    state = gossip_state(coordinator)
     # Other layouts of the replica have other buckets.
     state.pop("plan", None)
 
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
-        return dict(zip(gossip.replica.names_of(params), rows, strict=True))
+        return dict(zip(coordinator.replica.names_of(params), rows, strict=True))
 
-    return _rearranged(state, named, gossip.params, _referring(gossip))
+    return _rearranged(state, named, coordinator.params, _referring(coordinator))
 
 
-def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
+def _by_position(coordinator: Coordinator, named: dict[str, Any]) -> dict[str, Any]:
     """Convert a result of `named_state` to the form of `gossip_state`."""
 
     def in_order(rows: dict[str, Any], params: list[Tensor]) -> list[Any]:
-        return [rows[name] for name in gossip.replica.names_of(params)]
+        return [rows[name] for name in coordinator.replica.names_of(params)]
 
     unused = () if named["in_flight"] else ("launch_snapshot",)
     used = {key: value for key, value in named.items() if key not in unused}
-    return _rearranged(used, in_order, gossip.params, _referring(gossip))
+    return _rearranged(used, in_order, coordinator.params, _referring(coordinator))
 
 
 def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -164,12 +164,12 @@ def _rearranged(
 
 
 def prepare_load(
-    gossip: Gossip, saved: Any, mixing_rate: float, by_name: bool = False
+    coordinator: Coordinator, saved: Any, mixing_rate: float, by_name: bool = False
 ) -> Callable[[], None]:
     """Check a state, and return the function that continues from it.
 
     Args:
-        gossip: the gossip that is to continue; not changed yet.
+        coordinator: coordinates the rounds that are to continue; not changed yet.
         saved: a result of `gossip_state`; None means the start of the training.
         mixing_rate: the rate if none was saved.
         by_name: whether it is a result of `named_state`.
@@ -177,46 +177,48 @@ def prepare_load(
     Raises:
         ValueError: `saved` is something else, or belongs to other parameters.
     """
-    gossip.check_idle()
+    coordinator.check_idle()
     if saved is None and not by_name:
         saved = {"round": 0, "in_flight": False}
     try:
-        saved = _by_position(gossip, saved) if by_name else dict(saved)
-        return _read(gossip, saved, mixing_rate)
+        saved = _by_position(coordinator, saved) if by_name else dict(saved)
+        return _read(coordinator, saved, mixing_rate)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         call = "gossip_state_dict" if by_name else "state_dict"
         raise ValueError(
-            f"rank {gossip.pipeline.session.transport.initial_rank}: load_{call} expects what "
+            f"rank {coordinator.pipeline.session.transport.initial_rank}: load_{call} expects what "
             f"{call}() of a DecentOptimWrapper around the same parameters has returned, but got "
             f"another state of the gossip ({type(error).__name__}: {error}); nothing was loaded"
         ) from error
 
 
-def _read(gossip: Gossip, saved: dict[str, Any], mixing_rate: float) -> Callable[[], None]:
+def _read(
+    coordinator: Coordinator, saved: dict[str, Any], mixing_rate: float
+) -> Callable[[], None]:
     """Read a state that may be anything; see `prepare_load`."""
-    pipeline, pacing = gossip.pipeline, gossip.pipeline.policy.pacing
+    pipeline, pacing = coordinator.pipeline, coordinator.pipeline.policy.pacing
     rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
     launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
     pending = PendingResume(
         keeps_average=bool(saved.get("kept", False)),
-        source=_source(gossip, saved),
+        source=_source(coordinator, saved),
         # Others may have mixed it already, or count rounds in another way.
         in_flight=bool(saved["in_flight"]) and pacing.synchronous,
         rate=check_mixing_rate(saved.get("last_rate", rate)),
         age=max(1, index(saved.get("age", 1))) if pacing.needs_snapshot else 1,
-        snapshot=_by_param(gossip.params, launched) if launched and saved["in_flight"] else {},
+        snapshot=_by_param(coordinator.params, launched) if launched and saved["in_flight"] else {},
     )
     round = index(saved["round"])
     if round < pending.in_flight * pending.age:
         raise ValueError(f"round must be 0 or more, and 1 in flight, got {round}")
-    extensions = _read_extensions(gossip, saved, is_own=pending.source == "own")
-    references = _read_references(gossip, saved)
-    plan = read_plan(saved["plan"], gossip.params, pipeline.buckets) if "plan" in saved else []
+    extensions = _read_extensions(coordinator, saved, is_own=pending.source == "own")
+    references = _read_references(coordinator, saved)
+    plan = read_plan(saved["plan"], coordinator.params, pipeline.buckets) if "plan" in saved else []
 
     def load() -> None:
-        gossip.average.keep()
+        coordinator.average.keep()
         try:
-            gossip.discard()
+            coordinator.discard()
         finally:
             # Even if the round in flight has failed. Extensions load only now: that round may have
             # been sending their tensors, and a new plan changes what they hold.
@@ -232,30 +234,30 @@ def _read(gossip: Gossip, saved: dict[str, Any], mixing_rate: float) -> Callable
     return load
 
 
-def _saved_by(gossip: Gossip) -> list[int]:
+def _saved_by(coordinator: Coordinator) -> list[int]:
     """This rank and the members: a state that belongs to a rank is valid for these only."""
-    transport = gossip.pipeline.session.transport
+    transport = coordinator.pipeline.session.transport
     return [transport.initial_rank, *transport.members]
 
 
-def _source(gossip: Gossip, saved: dict[str, Any]) -> Literal["own", "other"] | None:
+def _source(coordinator: Coordinator, saved: dict[str, Any]) -> Literal["own", "other"] | None:
     """Which rank has saved the states of extensions that belong to a rank; see `PendingResume`."""
-    if not gossip.pipeline.policy.pacing.synchronous:
+    if not coordinator.pipeline.policy.pacing.synchronous:
         # Each rank may have saved its own round.
         return "other"
-    belong = {each.name for each in gossip.pipeline.extensions.all if each.belongs_to_rank}
-    if gossip.members or not belong:
+    belong = {each.name for each in coordinator.pipeline.extensions.all if each.belongs_to_rank}
+    if coordinator.members or not belong:
         # A rank that comes back may load at another step than the others.
         return None
-    is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
+    is_own = list(saved.get("saved_by", [])) == _saved_by(coordinator)
     return "own" if is_own and belong <= {*saved.get("extensions", {})} else "other"
 
 
 def _read_extensions(
-    gossip: Gossip, saved: dict[str, Any], is_own: bool
+    coordinator: Coordinator, saved: dict[str, Any], is_own: bool
 ) -> list[Callable[[], None]]:
     """Check the states of the extensions; extensions without a valid state are reset."""
-    states, extensions = saved.get("extensions", {}), gossip.pipeline.extensions.all
+    states, extensions = saved.get("extensions", {}), coordinator.pipeline.extensions.all
     if dropped := sorted({*states} - {each.name for each in extensions}):
         warn(
             f"the state of {' and '.join(dropped)} is dropped: pass the same extensions, or "
@@ -276,21 +278,21 @@ def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor
     return found
 
 
-def _referring(gossip: Gossip) -> list[Tensor]:
+def _referring(coordinator: Coordinator) -> list[Tensor]:
     """The parameters whose references a checkpoint holds.
 
     Ranks that do not mix in the same step may have mixed other rounds, so all references start
     again from zero.
     """
-    pipeline = gossip.pipeline
+    pipeline = coordinator.pipeline
     keeps = pipeline.policy.pacing.synchronous and pipeline.session.references.keeps
     members = referring(pipeline.buckets) if keeps else ()
-    return [param for param in gossip.params if param in members]
+    return [param for param in coordinator.params if param in members]
 
 
-def _read_references(gossip: Gossip, saved: dict[str, Any]) -> dict[str, SavedReference]:
+def _read_references(coordinator: Coordinator, saved: dict[str, Any]) -> dict[str, SavedReference]:
     """The references by group; empty if there are none in the state or on this rank."""
-    params = _referring(gossip)
+    params = _referring(coordinator)
     found = {}
     for group, reference in saved.get("references", {}).items() if params else ():
         kept = reference["values"]

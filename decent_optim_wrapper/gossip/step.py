@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import Bucket
 
@@ -37,13 +37,13 @@ class Step:
     older one, which all ranks are waiting for.
 
     Args:
-        gossip: the rounds, one of which may be in flight.
+        coordinator: coordinates the rounds, one of which may be in flight.
         in_backward: whether the parts come during a backward pass, and not right after each other.
     """
 
-    def __init__(self, gossip: Gossip, in_backward: bool) -> None:
-        self._gossip = gossip
-        self._pipeline = gossip.pipeline
+    def __init__(self, coordinator: Coordinator, in_backward: bool) -> None:
+        self._coordinator = coordinator
+        self._pipeline = coordinator.pipeline
         self._in_backward = in_backward
         # The buckets to advance, each once and in any order, once the step is entered.
         self.buckets: Sequence[Bucket] = ()
@@ -59,8 +59,8 @@ class Step:
         try:
             self._receive()
         except BaseException as error:
-            self._gossip.recover(error)
-            self._gossip.with_recovery(self._receive)
+            self._coordinator.recover(error)
+            self._coordinator.with_recovery(self._receive)
         self.buckets = self._pipeline.buckets
         self._waiting = [*self.buckets]
         if self._launched and self._pipeline.policy.in_backward_order:
@@ -69,31 +69,31 @@ class Step:
 
     def _begin(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
-        gossip, pipeline = self._gossip, self._pipeline
-        if gossip.replica.may_gather and not self._in_backward:
+        coordinator, pipeline = self._coordinator, self._pipeline
+        if coordinator.replica.may_gather and not self._in_backward:
             # A closure may have gathered the parameters.
-            gossip.replica.reshard()
-        if not gossip.early.is_on:
+            coordinator.replica.reshard()
+        if not coordinator.early.is_on:
             pipeline.policy.meter.reset()
         elif pipeline.in_flight:
             # The buckets that no forward pass has needed.
-            gossip.mix_early()
+            coordinator.mix_early()
         pipeline.session.transport.check_open()
         pipeline.check_parameters()
-        gossip.local_update.check_outside()
-        if pipeline.pending.keeps_average or gossip.average.snapshot is not None:
-            gossip.keep_average()
-        if gossip.members:
-            gossip.members.begin_step()
+        coordinator.local_update.check_outside()
+        if pipeline.pending.keeps_average or coordinator.average.snapshot is not None:
+            coordinator.keep_average()
+        if coordinator.members:
+            coordinator.members.begin_step()
         if pipeline.pending.source or pipeline.pending.in_flight:
-            gossip.with_recovery(gossip.resume)
+            coordinator.with_recovery(coordinator.resume)
         elif pipeline.extensions.all:
             pipeline.begin_extensions()
 
     def _receive(self) -> None:
         pipeline = self._pipeline
         # With early mixing the next forward pass checks it: a GPU may not have mixed it yet.
-        if pipeline.unchecked is not None and not self._gossip.early.is_on:
+        if pipeline.unchecked is not None and not self._coordinator.early.is_on:
             pipeline.check_on_gpu()
         self._arrived = arrived = pipeline.receive()
         if arrived:
@@ -117,7 +117,7 @@ class Step:
         if self._arrived:
             for bucket in buckets:
                 self._pipeline.mix(self._arrived, bucket)
-        early = self._gossip.early
+        early = self._coordinator.early
         if early.is_on:
             # Restore what was mixed of a dropped round: the backward pass needed the mixed values.
             early.undo(buckets)
@@ -132,13 +132,13 @@ class Step:
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        gossip, launched = self._gossip, self._launched
+        coordinator, launched = self._coordinator, self._launched
         if error is not None:
             # Whatever the error is, for example one that a closure raises: the others notice only
             # that the connections are closed.
             if launched:
                 launched.abandon()
-            gossip.close(error)
+            coordinator.close(error)
             return
         try:
             if launched:
@@ -148,22 +148,22 @@ class Step:
             self._end()
         except BaseException as caught:
             # Without the round of a lost peer, nothing is left to finish.
-            gossip.recover(caught)
+            coordinator.recover(caught)
         meter = self._pipeline.policy.meter
         meter.close(len(self._pipeline.buckets), self._pipeline.round)
-        if gossip.early.is_on:
+        if coordinator.early.is_on:
             # The waits of the next forward pass belong to the next step.
             meter.reset()
 
     def _end(self) -> None:
         """Count the step; without overlap, finish its round, too."""
-        gossip, pipeline = self._gossip, self._pipeline
-        if gossip.members:
-            gossip.members.end_step()
+        coordinator, pipeline = self._coordinator, self._pipeline
+        if coordinator.members:
+            coordinator.members.end_step()
         mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
         pipeline.end_step()
         if mixes_now:
-            if gossip.replica.may_gather:
+            if coordinator.replica.may_gather:
                 # A closure may have gathered the parameters again.
-                gossip.replica.reshard()
+                coordinator.replica.reshard()
             pipeline.finish()

@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 
 # All that exist, by id, since a look at the values is safe beside other threads; and for each one
 # the newer ones of its parameters.
-_known = WeakValueDictionary[int, Gossip]()
-_newer = WeakKeyDictionary[Gossip, WeakSet[Gossip]]()
+_known = WeakValueDictionary[int, Coordinator]()
+_newer = WeakKeyDictionary[Coordinator, WeakSet[Coordinator]]()
 # In a forked process they have no connections.
 os.register_at_fork(after_in_child=_known.clear)
 
@@ -24,28 +24,28 @@ def settle_owners(tensors: Iterable[Tensor]) -> None:
     Otherwise such a round would be mixed into the values with which a new wrapper starts. It is
     dropped if others have replaced the values that it sends, for example by better ones.
     """
-    for gossip in _owners(tensors):
-        flying, transport = gossip.pipeline.in_flight, gossip.pipeline.session.transport
+    for coordinator in _owners(tensors):
+        flying, transport = coordinator.pipeline.in_flight, coordinator.pipeline.session.transport
         # With an average in place, the next step drops the round.
-        if flying and gossip.average.snapshot is None and not transport.is_closed:
-            (gossip.discard if flying.is_outdated else gossip.synchronize)()
+        if flying and coordinator.average.snapshot is None and not transport.is_closed:
+            (coordinator.discard if flying.is_outdated else coordinator.synchronize)()
 
 
-def add_owner(gossip: Gossip) -> None:
+def add_owner(coordinator: Coordinator) -> None:
     """Register a new wrapper; its steps change parameters of the older ones, and the reverse."""
-    older = _owners(gossip.params)
-    _known[id(gossip)] = gossip
+    older = _owners(coordinator.params)
+    _known[id(coordinator)] = coordinator
     for each in older:
-        _newer.setdefault(each, WeakSet()).add(gossip)
-    for bucket in (b for each in (gossip, *older) for b in each.pipeline.buckets if older):
+        _newer.setdefault(each, WeakSet()).add(coordinator)
+    for bucket in (b for each in (coordinator, *older) for b in each.pipeline.buckets if older):
         bucket.note_flight(changed=True)
 
 
-def _owners(tensors: Iterable[Tensor]) -> list[Gossip]:
+def _owners(tensors: Iterable[Tensor]) -> list[Coordinator]:
     ids, known = set(map(id, tensors)), [each() for each in _known.valuerefs()]
     return [each for each in known if each and not ids.isdisjoint(map(id, each.params))]
 
 
-def has_newer(gossip: Gossip) -> bool:
+def has_newer(coordinator: Coordinator) -> bool:
     """Return whether there is a newer wrapper of its parameters."""
-    return bool(_newer.get(gossip))
+    return bool(_newer.get(coordinator))

@@ -22,8 +22,8 @@ from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import HandOver, Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.gossip.average import WorldAverage
+from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
-from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import RoundPolicy
@@ -122,7 +122,7 @@ class _Model(NamedTuple):
     replica: Replica
 
 
-def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None]:
+def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup, HandOver | None]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
@@ -130,8 +130,8 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
         inputs: the inputs of the wrapper.
 
     Returns:
-        The gossip; the object that adds later parameters; and the one that sends the state to ranks
-        that come back, or None if none can come back.
+        The coordinator; the object that adds later parameters; and the one that sends the state to
+        ranks that come back, or None if none can come back.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -157,11 +157,11 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None
         session = recovery.open_session()
     else:
         session = Session.connect(transport, topology, settings.schedule.intervals)
-    gossip = setup.build_gossip(session)
-    gossip.local_update.set_members(session.transport.world_size)
-    setup.start_from_same_values(gossip)
-    add_owner(gossip)
-    return gossip, setup, setup.begin_recovery(gossip)
+    coordinator = setup.build_coordinator(session)
+    coordinator.local_update.set_members(session.transport.world_size)
+    setup.start_from_same_values(coordinator)
+    add_owner(coordinator)
+    return coordinator, setup, setup.begin_recovery(coordinator)
 
 
 def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
@@ -241,7 +241,7 @@ def _check_parameters(
 
 
 class Setup:
-    """Builds the gossip of ranks that have met, and checks that they train the same model.
+    """Builds the coordinator of ranks that have met, and checks that they train the same model.
 
     Received data is never unpickled: descriptions are sent as UTF-8 bytes in tensors.
 
@@ -368,8 +368,8 @@ class Setup:
         tensors = (each.tensor for each in parameters)
         pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
 
-    def build_gossip(self, session: Session) -> Gossip:
-        """Build the gossip, and make the first exchange in each group; collective."""
+    def build_coordinator(self, session: Session) -> Coordinator:
+        """Build the coordinator, and make the first exchange in each group; collective."""
         inputs, settings, model = self._inputs, self._settings, self._model
         tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
         session.transport.let_rounds_take(settings.pacing.longest_flight)
@@ -382,17 +382,17 @@ class Setup:
         options = (self._layout.plain, self._policy.nonfinite, model.replica)
         extra = partial(self._averaged.to_average, *options)
         average = WorldAverage(pipeline, model.replica, extra)
-        return Gossip(pipeline, local, average, model.replica, members=self.recovery)
+        return Coordinator(pipeline, local, average, model.replica, members=self.recovery)
 
-    def start_from_same_values(self, gossip: Gossip) -> None:
+    def start_from_same_values(self, coordinator: Coordinator) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, recovery, pipeline = self._model.parameters, self.recovery, gossip.pipeline
+        parameters, recovery, pipeline = self._model.parameters, self.recovery, coordinator.pipeline
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
             transport = pipeline.session.transport
             held = self._held.on_all_ranks(transport)
             self._broadcast([*in_agreed_order(parameters, self._layout), *held], transport)
-        gossip.local_update.know(parameters)
+        coordinator.local_update.know(parameters)
         self._plan(pipeline, parameters)
         if takes:
             pipeline.session.references.begin(pipeline.buckets)
@@ -433,17 +433,17 @@ class Setup:
                 f"is built"
             )
 
-    def begin_recovery(self, gossip: Gossip) -> HandOver | None:
+    def begin_recovery(self, coordinator: Coordinator) -> HandOver | None:
         """Continue without lost ranks from now on; a rank that joins receives its state."""
         recovery, inputs = self.recovery, self._inputs
         if recovery is None:
             return None
         hand_over = HandOver(
             optimizer=inputs.optimizer,
-            gossip=gossip,
+            coordinator=coordinator,
             held=self._held,
             parts=inputs.extras.parts,
             layout=self._layout,
         )
-        recovery.begin(gossip, hand_over)
+        recovery.begin(coordinator, hand_over)
         return hand_over

@@ -1,4 +1,4 @@
-"""The collective calls between the steps of one rank, and what happens when a rank fails."""
+"""Coordinates one rank with the others: calls between steps, and what happens if a rank fails."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from decent_optim_wrapper.gossip.replica import Replica
 Result = TypeVar("Result")
 
 
-class Gossip:
-    """Makes the collective calls between steps, and handles ranks that fail.
+class Coordinator:
+    """Makes the collective calls of one rank between steps, and handles ranks that fail.
+
+    Every rank has its own, and none is central.
 
     Args:
         pipeline: the rounds.
