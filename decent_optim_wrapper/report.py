@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.planning.tables import table
 
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
@@ -159,15 +159,15 @@ def _slow_link(waits: Tensor, members: Sequence[int], step: float) -> Link | Non
     return link if wait > _WAITS * step else None
 
 
-def measure(pipeline: Pipeline) -> Tensor:
+def measure(rounds: Rounds) -> Tensor:
     """The costs of the last steps of this rank, as a row for `diagnose`.
 
     The seconds of a step, of computing, waiting and coding, and the bytes sent; the median wait in
     pairs with each member; the longest one that nine of ten such rounds reach. In the place of this
     rank are the waits in all rounds.
     """
-    own, row = pipeline.session.transport.rank, [0.0] * len(_COSTS)
-    history = pairwise(pipeline.policy.meter.history)
+    own, row = rounds.session.transport.rank, [0.0] * len(_COSTS)
+    history = pairwise(rounds.policy.meter.history)
     steps = [(end - begin, cost, {*group}) for (begin, *_), (end, cost, group) in history]
     if steps:
         costs = [
@@ -177,7 +177,7 @@ def measure(pipeline: Pipeline) -> Tensor:
         row = [median(seconds for seconds, *_ in steps), *map(median, zip(*costs, strict=True))]
         row.append(fmean(cost.bytes_sent for _, cost, _ in steps))
     waits: list[list[float]] = []
-    for place in range(pipeline.session.transport.world_size):
+    for place in range(rounds.session.transport.world_size):
         of = [cost for _, cost, group in steps if place == own or group == {place, own}]
         waits.append(sorted(cost.wait_seconds for cost in of) or [0.0])
     row += [*map(median, waits), *(each[len(each) // 10] for each in waits)]

@@ -189,29 +189,25 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             super().__init__(optimizer)
             options["extensions"] = arrange(extensions, optimizer)
         self._settings, inputs = settings, take_fields(Inputs, options)
-        self._coordinator, self._setup, self._hand_over = set_up(start, inputs)
-        self._pipeline, self._local_update = (
-            self._coordinator.pipeline,
-            self._coordinator.local_update,
-        )
+        coordinator, self._setup, self._hand_over = set_up(start, inputs)
+        self._coordinator, self._rounds = coordinator, coordinator.rounds
+        self._local_update = coordinator.local_update
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
-            self._forward_hooks = ForwardHooks(
-                model, self._coordinator.mix_early, self._coordinator.settle
-            )
+            self._forward_hooks = ForwardHooks(model, coordinator.mix_early, coordinator.settle)
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
         self._shared: dict[str, Any] = {"average_contexts": 0}
         Joinable.__init__(self)
         if self.rank == 0 and (mesh is None or dist.get_rank() == 0):
-            log_summary(self._pipeline, settings.schedule.gossip_every)
+            log_summary(self._rounds, settings.schedule.gossip_every)
         logger.info("{!r}", self)
 
     @property
     def topology(self) -> Topology:
         """The topology over the `members`."""
-        return self._pipeline.session.topology
+        return self._rounds.session.topology
 
     @property
     def schedule(self) -> Schedule:
@@ -226,7 +222,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def round(self) -> int:
         """Number of steps so far; with `AsItArrives`, number of rounds launched."""
-        return self._pipeline.round
+        return self._rounds.count
 
     @property
     def is_averaged(self) -> bool:
@@ -240,26 +236,26 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         With `AsItArrives` ranks may be at different steps and have different rates. A group then
         mixes with the lowest rate of its ranks.
         """
-        return self._pipeline.mixing_rate
+        return self._rounds.mixing_rate
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
-        self._pipeline.mix_with(check_mixing_rate(rate))
+        self._rounds.mix_with(check_mixing_rate(rate))
 
     @property
     def rank(self) -> int:
         """The rank of this process, as numbered at the start."""
-        return self._pipeline.session.transport.initial_rank
+        return self._rounds.session.transport.initial_rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that take part now."""
-        return self._pipeline.session.transport.world_size
+        return self._rounds.session.transport.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part now, as numbered at the start."""
-        return self._pipeline.session.transport.members
+        return self._rounds.session.transport.members
 
     @property
     def recovery(self) -> Recovery | None:
@@ -274,12 +270,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets of the parameters, in the order in which they are exchanged."""
-        return self._pipeline.buckets
+        return self._rounds.buckets
 
     @property
     def extensions(self) -> Sequence[Extension]:
         """The extensions that take part in the rounds."""
-        return self._pipeline.extensions.all
+        return self._rounds.extensions.all
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -313,7 +309,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         scaling = Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
         if splits:
             with self._in_parts(scaling) as advance:
-                for bucket in self._pipeline.buckets:
+                for bucket in self._rounds.buckets:
                     advance(bucket)
             return loss
         with self._step() as step:
@@ -324,9 +320,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def _evaluates_first(self) -> bool:
         """True if a closure is evaluated before the base's step."""
-        pipeline = self._pipeline
-        in_step = pipeline.policy.pacing.mixes_in_step(pipeline.round)
-        return not in_step or pipeline.extensions.corrects_gradients
+        rounds = self._rounds
+        in_step = rounds.policy.pacing.mixes_in_step(rounds.count)
+        return not in_step or rounds.extensions.corrects_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the base and gossip it from the next round on; collective.
@@ -522,7 +518,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; does not communicate."""
         # Waits for the GPU if the overflow is a tensor on it.
-        return self._pipeline.policy.meter.last._replace(skipped=bool(self._local_update.skipped))
+        return self._rounds.policy.meter.last._replace(skipped=bool(self._local_update.skipped))
 
     def report(self) -> Report:
         """Find the slow rank and the slow link of the last 100 steps; collective.
@@ -535,7 +531,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             PeerError: a rank did not answer.
         """
-        rows = self._coordinator.all_gather(measure(self._pipeline))
+        rows = self._coordinator.all_gather(measure(self._rounds))
         # The shards of a replica have waited for each other, so the first one is enough.
         return diagnose(rows[:: self.replica.size], self.members)
 
@@ -621,7 +617,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: with `AsItArrives`, which needs no Join.
         """
-        if not self._pipeline.policy.pacing.synchronous:
+        if not self._rounds.policy.pacing.synchronous:
             raise ValueError(
                 f"overlap={self.pacing!r} does not go with Join, in which ranks wait for each "
                 f"other in every step; ranks may make different numbers of steps without it: call "
@@ -687,7 +683,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones; collective."""
-        add = partial(self._setup.add, self._pipeline, parameters, late)
+        add = partial(self._setup.add, self._rounds, parameters, late)
         self._coordinator.meet(CollectiveCall.REGROUP, add)
         if self._forward_hooks is not None:
             self._forward_hooks.watch()
@@ -701,11 +697,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
 def _check_forward_pass(coordinator: Coordinator) -> None:
     """Check that there are no gradients, since no forward pass has mixed the parameters."""
-    if coordinator.pipeline.in_flight and any(
-        param.grad is not None for param in coordinator.params
-    ):
+    if coordinator.rounds.in_flight and any(param.grad is not None for param in coordinator.params):
         error = CallOrderError(
-            f"rank {coordinator.pipeline.session.transport.initial_rank}: step() expects a forward "
+            f"rank {coordinator.rounds.session.transport.initial_rank}: step() expects a forward "
             f"pass of the model since the last step, which mixes the parameters, but no module was "
             f"called: the gradients belong to other parameters. Call the model or its modules, or "
             f"synchronize() before parameters are read in another way; set gradients to None for a "

@@ -74,10 +74,10 @@ run_threads(2, main)
 @pytest.mark.parametrize(
     ("level", "has", "has_not"),
     [
-        ("", {"start.summary:", "2 ranks: rank 0 sends 448 bytes"}, {"wrapper:", "pipeline:"}),
+        ("", {"start.summary:", "2 ranks: rank 0 sends 448 bytes"}, {"wrapper:", "rounds:"}),
         ("off", set(), {" "}),
-        ("info", {"start.summary:", "wrapper:", "pipeline:", "| INFO "}, {"| DEBUG "}),
-        ("debug", {"start.summary:", "wrapper:", "pipeline:", "| INFO ", "| DEBUG "}, set()),
+        ("info", {"start.summary:", "wrapper:", "rounds:", "| INFO "}, {"| DEBUG "}),
+        ("debug", {"start.summary:", "wrapper:", "rounds:", "| INFO ", "| DEBUG "}, set()),
     ],
 )
 def test_decent_log_says_what_is_shown(

@@ -204,7 +204,7 @@ def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-@mock.patch("decent_optim_wrapper.gossip.pipeline._CLOSE_TIMEOUT", timedelta(seconds=1))
+@mock.patch("decent_optim_wrapper.gossip.rounds._CLOSE_TIMEOUT", timedelta(seconds=1))
 def test_a_dropped_wrapper_waits_and_leaves_the_users_connections_alone(topology: str) -> None:
     dropped = threading.Event()
 
@@ -231,7 +231,7 @@ def test_a_dropped_wrapper_waits_and_leaves_the_users_connections_alone(topology
 
 
 @pytest.mark.slow
-@mock.patch("decent_optim_wrapper.gossip.pipeline._CLOSE_TIMEOUT", timedelta(seconds=1))
+@mock.patch("decent_optim_wrapper.gossip.rounds._CLOSE_TIMEOUT", timedelta(seconds=1))
 def test_a_rank_that_ends_before_its_last_round_arrives_is_named_as_one_that_ended() -> None:
     """As with skorch's EarlyStopping on each rank's own part of the data."""
     ended = threading.Event()

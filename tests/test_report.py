@@ -155,11 +155,11 @@ def test_the_row_of_a_rank_has_its_typical_waits_and_those_of_its_fastest_rounds
         (float(end), StepStats(10, wait, 0.0, 0.0, 1, end), (end % 2, 2))
         for end, wait in enumerate(waits)
     ]
-    pipeline: Any = SimpleNamespace(
+    rounds: Any = SimpleNamespace(
         policy=SimpleNamespace(meter=SimpleNamespace(history=history)),
         session=SimpleNamespace(transport=SimpleNamespace(rank=2, world_size=4)),
     )
-    row = measure(pipeline).tolist()
+    row = measure(rounds).tolist()
     assert row[:5] == pytest.approx([1.0, 0.95, 0.05, 0.0, 10.0])
     # Half of the rounds with each partner; in the place of this rank, all of them.
     assert row[5:9] == [0.05, 0.05, 0.05, 0.0]

@@ -70,7 +70,7 @@ class BackwardOptimizer(DecentOptimWrapper):
 
         They are mixed all at once, as soon as a step begins that mixes the round.
         """
-        flying = self._pipeline.in_flight
+        flying = self._rounds.in_flight
         return flying is not None and not flying.unmixed.keys() <= {*self.buckets}
 
     @property

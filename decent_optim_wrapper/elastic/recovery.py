@@ -66,8 +66,8 @@ class HandOver:
             donor: the position of the sender among the members.
             takes: whether this rank needs the state; otherwise it ignores what it receives.
         """
-        pipeline = self.coordinator.pipeline
-        transport, extensions = pipeline.session.transport, pipeline.extensions
+        rounds = self.coordinator.rounds
+        transport, extensions = rounds.session.transport, rounds.extensions
         named = in_agreed_order(named_parameters(self.optimizer.param_groups), self.layout)
         tensors = [n.tensor for n in (*named, *self.held.on_all_ranks(transport, donor))]
         if transport.rank == donor:
@@ -87,7 +87,7 @@ class HandOver:
                 if each.name and each.name not in saved.get("extensions", {}):
                     extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
-            prepare_load(self.coordinator, saved, pipeline.mixing_rate)()
+            prepare_load(self.coordinator, saved, rounds.mixing_rate)()
             for part, state in zip(self.parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)
@@ -98,7 +98,7 @@ class HandOver:
         # The round in flight is dropped, and references start again.
         for key in ("launch_snapshot", "references"):
             saved.pop(key, None)
-        for each in self.coordinator.pipeline.extensions.all:
+        for each in self.coordinator.rounds.extensions.all:
             if each.belongs_to_rank:
                 saved["extensions"][each.name] = None
         state = {**self.optimizer.state_dict(), GOSSIP_KEY: saved}
@@ -108,7 +108,7 @@ class HandOver:
         state = part.state_dict()
         if sendable(state):
             return state
-        rank = self.coordinator.pipeline.session.transport.initial_rank
+        rank = self.coordinator.rounds.session.transport.initial_rank
         warn(
             f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
             f"and strings; it is not sent to the rank that comes back, where it starts again"
@@ -276,7 +276,7 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._coordinator.pipeline.round >= self.epoch.round:
+        while self._newcomers and self._coordinator.rounds.count >= self.epoch.round:
             calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
@@ -288,9 +288,8 @@ class Recovery:
                 return
             for call in calls:
                 with suppress(NonFiniteError):
-                    self._make(
-                        call, partial(_mirror, call, self._coordinator, self.rendezvous.rank)
-                    )
+                    mirror = partial(_mirror, call, self._coordinator, self.rendezvous.rank)
+                    self._make(call, mirror)
 
     def _calls(self) -> set[CollectiveCall]:
         """The calls that the ranks are in; when all are in a step, there are no newcomers."""
@@ -316,7 +315,7 @@ class Recovery:
         logger.warning("rank {}: {}", self.rendezvous.rank, reason)
         follower = self._follower()
         self._note = Note(
-            round=self._coordinator.pipeline.round,
+            round=self._coordinator.rounds.count,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
             summary=None if follower is None else follower.summary(self.rendezvous.heard()),
@@ -326,7 +325,7 @@ class Recovery:
 
     def _gather(self) -> None:
         """Close the connections, and connect the remaining ranks."""
-        self._coordinator.pipeline.abandon()
+        self._coordinator.rounds.abandon()
         self.transport.abort("the members gather again")
         self.epoch = self.rendezvous.gather(self._note)
         self._note = self.epoch.note
@@ -345,13 +344,13 @@ class Recovery:
         """Open a session at the epoch's round, and send the state to ranks that need it."""
         epoch, coordinator = self.epoch, self._coordinator
         session = self.open_session(epoch.round)
-        coordinator.pipeline.enter(session)
+        coordinator.rounds.enter(session)
         coordinator.local_update.set_members(len(epoch.members))
         if epoch.has_newcomers:
             self._hand_over(epoch.donor, self.joins)
-        synchronous = coordinator.pipeline.policy.pacing.synchronous
+        synchronous = coordinator.rounds.policy.pacing.synchronous
         if self.joins or not synchronous:
-            coordinator.pipeline.resume_at(epoch.round)
+            coordinator.rounds.resume_at(epoch.round)
         if self.joins:
             self._calls_made = epoch.calls_made
         # If ranks may be at different steps, the others wait in their calls for a newcomer.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.held import Averaged
 from decent_optim_wrapper.wire.mean import average
@@ -22,7 +22,7 @@ class WorldAverage:
     """Replaces tensors by their average over all ranks, and restores them.
 
     Args:
-        pipeline: has the buckets of the parameters, and connects the ranks.
+        rounds: has the buckets of the parameters, and connects the ranks.
         replica: the ranks of a replica, which is left out as a whole if one of them has values that
             are not finite.
         extra: collective function that returns further tensors to average.
@@ -30,11 +30,11 @@ class WorldAverage:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        rounds: Rounds,
         replica: Replica,
         extra: Callable[[Transport], Averaged],
     ) -> None:
-        self._pipeline = pipeline
+        self._rounds = rounds
         self._replica = replica
         self._extra = extra
         # The values before the average that is in place, if it can still be reverted.
@@ -57,8 +57,8 @@ class WorldAverage:
             # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
         self._replica.reshard()
-        pipeline, transport = self._pipeline, self._pipeline.session.transport
-        params, nonfinite, where = pipeline.buckets, pipeline.policy.nonfinite, "global_avg()"
+        rounds, transport = self._rounds, self._rounds.session.transport
+        params, nonfinite, where = rounds.buckets, rounds.policy.nonfinite, "global_avg()"
         finite = finite_shares(params, transport, nonfinite, where, "parameters", self._replica)
         self._further = self._extra(transport)
         rows = [*zip(params, finite, strict=True), *self._further.buckets]
@@ -68,7 +68,7 @@ class WorldAverage:
             for bucket, shares in rows:
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
-            self._norms = [norms_of(bucket) for bucket in pipeline.buckets] if may_revert else []
+            self._norms = [norms_of(bucket) for bucket in rounds.buckets] if may_revert else []
         except BaseException:
             # Half an average must not remain.
             if self.snapshot is not None:
@@ -84,7 +84,7 @@ class WorldAverage:
         """
         if self.snapshot is not None:
             raise RuntimeError(
-                f"rank {self._pipeline.session.transport.initial_rank}: {call} expects the rank's "
+                f"rank {self._rounds.session.transport.initial_rank}: {call} expects the rank's "
                 f"own parameters, but an average is in place; call revert_global_avg() first, or "
                 f"keep the average with global_avg(may_revert=False)"
             )
@@ -101,7 +101,7 @@ class WorldAverage:
         same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
             raise RuntimeError(
-                f"rank {self._pipeline.session.transport.initial_rank}: revert_global_avg() "
+                f"rank {self._rounds.session.transport.initial_rank}: revert_global_avg() "
                 f"expects the average in place, but weights were swapped or changed since; call it "
                 f"before, or use `with optimizer.averaged():`, which restores in any case"
             )
@@ -110,7 +110,7 @@ class WorldAverage:
         """Restore this rank's values and free the snapshot."""
         if self.snapshot is None:
             raise RuntimeError(
-                f"rank {self._pipeline.session.transport.initial_rank}: revert_global_avg() "
+                f"rank {self._rounds.session.transport.initial_rank}: revert_global_avg() "
                 f"expects an average in place: call global_avg() first, and revert before step()"
             )
         self._replica.reshard()
@@ -122,13 +122,13 @@ class WorldAverage:
 
     def _watch_again(self) -> None:
         """Let the round in flight take what was just put in place for no change by others."""
-        if flying := self._pipeline.in_flight:
+        if flying := self._rounds.in_flight:
             flying.watch_again()
 
     @torch.no_grad()
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
-        held = [each for each in self.snapshot or [] if each[0] in self._pipeline.buckets]
+        held = [each for each in self.snapshot or [] if each[0] in self._rounds.buckets]
         pairs = ((b, b.pack(b.new_flat()).data, own.data) for b, own in held)
         return math.sqrt(_square(pairs, self._replica).item())
 
@@ -140,8 +140,8 @@ class WorldAverage:
         Returns:
             The distance in the unit of the parameters, the same on every rank.
         """
-        transport = self._pipeline.session.transport
-        owns = ((b, b.pack(b.new_flat(b.wire_device))) for b in self._pipeline.buckets)
+        transport = self._rounds.session.transport
+        owns = ((b, b.pack(b.new_flat(b.wire_device))) for b in self._rounds.buckets)
         pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
         square = _square(pairs, self._replica)
         return math.sqrt(transport.all_gather(square).mean().item())

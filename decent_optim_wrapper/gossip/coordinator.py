@@ -20,8 +20,8 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
-from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.gossip.rounds import Rounds
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ class Coordinator:
     Every rank has its own, and none is central.
 
     Args:
-        pipeline: the rounds.
+        rounds: the rounds.
         local_update: steps the base optimizer and checks its parameters.
         average: puts the world average in place.
         replica: the ranks that hold one copy of the model together.
@@ -41,18 +41,18 @@ class Coordinator:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        rounds: Rounds,
         local_update: LocalUpdate,
         average: WorldAverage,
         replica: Replica,
         members: Members | None = None,
     ) -> None:
-        self.pipeline = pipeline
+        self.rounds = rounds
         self.local_update = local_update
         self.average = average
         self.replica = replica
         self.members = members
-        self.early = EarlyMixing(pipeline)
+        self.early = EarlyMixing(rounds)
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks had launched when they last reached the same one.
@@ -66,7 +66,7 @@ class Coordinator:
     def resume(self) -> None:
         """Do what a loaded state has left to the next step."""
         self._agree()
-        self.pipeline.relaunch()
+        self.rounds.relaunch()
 
     def _agree(self) -> None:
         """Agree on how to continue if states were loaded; collective in that case.
@@ -78,21 +78,21 @@ class Coordinator:
         Raises:
             CallOrderError: a rank has loaded nothing, or the state of another step.
         """
-        pipeline, session = self.pipeline, self.pipeline.session
-        if (source := pipeline.pending.source) is None:
+        rounds, session = self.rounds, self.rounds.session
+        if (source := rounds.pending.source) is None:
             return
         # A rank that has loaded nothing is found by the ranks that mix with it, in its next round.
         # All headers are sent before any is received: that rank may wait for one of them first.
-        plans = session.schedule.plan_each_group(pipeline.mixing_rate)
-        announced = [pipeline.announce(CollectiveCall.LOADED, plan) for plan in plans]
+        plans = session.schedule.plan_each_group(rounds.mixing_rate)
+        announced = [rounds.announce(CollectiveCall.LOADED, plan) for plan in plans]
         # The last one may be a collective of all ranks, in which more ranks notice an error.
         for round in reversed(announced):
             round.receive()
-        own = torch.tensor([pipeline.round, source == "own"], device="cpu")
-        rounds, owns = session.transport.all_gather(own).unbind(1)
-        pipeline.resume_at(int(rounds.max()))
+        own = torch.tensor([rounds.count, source == "own"], device="cpu")
+        counts, owns = session.transport.all_gather(own).unbind(1)
+        rounds.resume_at(int(counts.max()))
         if not owns.all():
-            for extension in pipeline.extensions.all:
+            for extension in rounds.extensions.all:
                 if extension.belongs_to_rank:
                     extension.restart()
 
@@ -102,14 +102,14 @@ class Coordinator:
         Raises:
             RuntimeError: a round is in flight that other ranks may not have launched yet.
         """
-        pipeline, transport = self.pipeline, self.pipeline.session.transport
-        if pipeline.policy.pacing.synchronous or pipeline.in_flight is None:
+        rounds, transport = self.rounds, self.rounds.session.transport
+        if rounds.policy.pacing.synchronous or rounds.in_flight is None:
             return
-        together = self._launched_by_all == pipeline.round or transport.is_closed
+        together = self._launched_by_all == rounds.count or transport.is_closed
         if transport.world_size > 1 and not together:
             raise RuntimeError(
                 f"rank {transport.initial_rank}: load_state_dict() expects no round in flight with "
-                f"{pipeline.policy.pacing!r}, since other ranks may be at another one; call "
+                f"{rounds.policy.pacing!r}, since other ranks may be at another one; call "
                 f"synchronize() on all ranks before"
             )
 
@@ -128,15 +128,15 @@ class Coordinator:
         with self._lock:
             if self._mixing.locked():
                 raise CallOrderError(
-                    f"rank {self.pipeline.session.transport.initial_rank}: parameters are read by "
+                    f"rank {self.rounds.session.transport.initial_rank}: parameters are read by "
                     f"name in their mixing, by a signal handler or an extension; set a flag in the "
                     f"handler, and act on it after step(), or read the members of the bucket"
                 )
-            if (flying := self.pipeline.in_flight) is None:
+            if (flying := self.rounds.in_flight) is None:
                 return
             if not flying.mixing_has_begun:
                 # A step has launched it, and the parameters were not checked since.
-                self.pipeline.check_parameters()
+                self.rounds.check_parameters()
             if self.replica.may_gather:
                 self.replica.reshard()
             self.with_recovery(partial(self._mix_early, params))
@@ -161,9 +161,9 @@ class Coordinator:
 
     def _begin_call(self) -> None:
         """Begin a collective call between steps: mix what is mixed early, and check everything."""
-        self.pipeline.session.transport.check_open()
+        self.rounds.session.transport.check_open()
         self.settle()
-        self.pipeline.check_parameters()
+        self.rounds.check_parameters()
 
     def drop_extension(self, extension: Extension) -> None:
         """Mix the round in flight, which needs the extension, and stop calling it; collective.
@@ -179,7 +179,7 @@ class Coordinator:
             except NonFiniteError as error:
                 # Other groups do not notice.
                 nonfinite.append(error)
-            self.pipeline.extensions.drop(extension)
+            self.rounds.extensions.drop(extension)
 
         self.meet(CollectiveCall.DROP_EXTENSION, drop)
         if nonfinite:
@@ -188,21 +188,21 @@ class Coordinator:
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
         self.early.keep()
-        self.with_recovery(self.pipeline.discard)
+        self.with_recovery(self.rounds.discard)
 
     def _finish(self) -> None:
         if self.replica.may_gather:
             self.replica.reshard()
-        if self.pipeline.pending.in_flight:
-            self.pipeline.relaunch()
-        self.pipeline.finish()
+        if self.rounds.pending.in_flight:
+            self.rounds.relaunch()
+        self.rounds.finish()
         # No step may follow that would check it.
-        self.pipeline.check_on_gpu()
+        self.rounds.check_on_gpu()
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self._begin_call()
-        if self.pipeline.policy.pacing.synchronous:
+        if self.rounds.policy.pacing.synchronous:
             self.with_recovery(self._await_round)
         self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
@@ -213,16 +213,16 @@ class Coordinator:
         self.average.keep()
         self.discard()
         with self.propagating():
-            if self.members and any(each.collective for each in self.pipeline.extensions.all):
+            if self.members and any(each.collective for each in self.rounds.extensions.all):
                 self.members.meet(CollectiveCall.KEEP_AVERAGE, self.keep_state)
             else:
                 self.keep_state()
 
     def keep_state(self) -> None:
         """Let the extensions follow an average that is kept; collective."""
-        pipeline = self.pipeline
-        for extension in pipeline.extensions.all:
-            extension.kept(pipeline.buckets, pipeline.session.transport)
+        rounds = self.rounds
+        for extension in rounds.extensions.all:
+            extension.kept(rounds.buckets, rounds.session.transport)
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Run a collective action; if a rank is lost, run it again with the remaining ones.
@@ -246,14 +246,14 @@ class Coordinator:
             PeerError: a rank does not answer.
         """
         self._reach_same_round(call)
-        pipeline = self.pipeline
+        rounds = self.rounds
         # The group that this rank meets next, even if it is idle now.
-        plan = pipeline.session.schedule.next_plan(pipeline.round, pipeline.mixing_rate)
-        pipeline.announce(call, plan).receive()
+        plan = rounds.session.schedule.next_plan(rounds.count, rounds.mixing_rate)
+        rounds.announce(call, plan).receive()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
-        self.pipeline.session.transport.check_open()
+        self.rounds.session.transport.check_open()
         with self.propagating():
             self.announce(CollectiveCall.ALL_GATHER)
             gathered = tensor
@@ -274,26 +274,26 @@ class Coordinator:
             PeerError: a rank does not answer.
             NonFiniteError: a round must not be mixed, and is dropped; all ranks are at one round.
         """
-        pipeline, transport = self.pipeline, self.pipeline.session.transport
+        rounds, transport = self.rounds, self.rounds.session.transport
         # While an average is in place, no rank makes steps.
-        together = pipeline.policy.pacing.synchronous or self.average.snapshot is not None
+        together = rounds.policy.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
         self._agree()
         coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
-        pipeline.launch(pipeline.round, pipeline.mixing_rate)
+        rounds.launch(rounds.count, rounds.mixing_rate)
         while not coming.arrival.future.done():
-            flying = pipeline.in_flight
+            flying = rounds.in_flight
             if flying and flying.arrives_before(coming.arrival):
                 self._make_round(nonfinite)
         check_calls(call, read(coming, transport), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
-        launched = send_to_all(torch.tensor([pipeline.round], device="cpu"), transport)
+        launched = send_to_all(torch.tensor([rounds.count], device="cpu"), transport)
         highest = max(number for (number,) in read(launched, transport).values())
-        while pipeline.round < highest:
+        while rounds.count < highest:
             self._make_round(nonfinite)
-        self._launched_by_all = pipeline.round
+        self._launched_by_all = rounds.count
         if nonfinite:
             raise nonfinite[0]
 
@@ -304,7 +304,7 @@ class Coordinator:
         except NonFiniteError as error:
             nonfinite.append(error)
         # At once, even after an error: the others wait for this rank in their next round.
-        self.pipeline.launch(self.pipeline.round, self.pipeline.mixing_rate)
+        self.rounds.launch(self.rounds.count, self.rounds.mixing_rate)
 
     def _await_round(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
@@ -313,14 +313,14 @@ class Coordinator:
             NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
                 again.
         """
-        if flying := self.pipeline.in_flight:
+        if flying := self.rounds.in_flight:
             flying.receive()
             flying.flags.check()
 
     @property
     def transports(self) -> Sequence[Transport]:
         """The connections to the ranks with which this one gossips, and to its replica."""
-        return [self.pipeline.session.transport, *self.replica.transports]
+        return [self.rounds.session.transport, *self.replica.transports]
 
     def with_recovery(self, action: Callable[[], Result]) -> Result:
         """Run an action that waits for peers; if one is lost, run it again in a new session."""
@@ -360,7 +360,7 @@ class Coordinator:
 
     def close(self, error: BaseException) -> None:
         """Close the connections for good, and leave the error in the store for the other ranks."""
-        self.pipeline.abandon()
+        self.rounds.abandon()
         for transport in self.transports:
             transport.fail(error)
         if self.members:

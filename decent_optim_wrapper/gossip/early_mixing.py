@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.wire.bucket import Bucket, copies_of
 from decent_optim_wrapper.wire.storage import Flat
@@ -20,12 +20,12 @@ class EarlyMixing:
     """Mixes buckets before their whole round has arrived, and restores them if it does not arrive.
 
     Args:
-        pipeline: the rounds. This class has no effect if their pacing mixes in steps only.
+        rounds: the rounds. This class has no effect if their pacing mixes in steps only.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self.is_on = pipeline.policy.pacing.mixes_early
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self.is_on = rounds.policy.pacing.mixes_early
         # The values of buckets before they were mixed, until their whole round is mixed.
         self._before: dict[Bucket, Flat] = {}
         # Memory for these values, if the sent copy cannot be used.
@@ -44,16 +44,16 @@ class EarlyMixing:
             NonFiniteError: the round must not be mixed. It is dropped, and its mixed buckets are
                 restored.
         """
-        pipeline = self._pipeline
-        flying = pipeline.in_flight
+        rounds = self._rounds
+        flying = rounds.in_flight
         if flying is None or not (wanted := self._wanted(flying, params)):
             return
         if flying.changed_in_flight():
-            pipeline.check_parameters()
-        pipeline.check_on_gpu()
-        pipeline.policy.meter.note_round(flying.age, flying.plan.group.ranks)
+            rounds.check_parameters()
+        rounds.check_on_gpu()
+        rounds.policy.meter.note_round(flying.age, flying.plan.group.ranks)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
-        whole = any(each.name or each.sends for each in pipeline.extensions.all)
+        whole = any(each.name or each.sends for each in rounds.extensions.all)
         if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
             self._finish(flying, whole)
             return
@@ -62,14 +62,14 @@ class EarlyMixing:
             if flying.flags.refused:
                 self._finish(flying, whole)
                 return
-            pipeline.begin_mixing(flying)
-            self._mix(flying, bucket, partial(pipeline.mix, flying))
+            rounds.begin_mixing(flying)
+            self._mix(flying, bucket, partial(rounds.mix, flying))
 
     def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
         """The buckets of these parameters that are still to be mixed, in sending order."""
         if params is None:
             return [*flying.unmixed]
-        asked = {self._pipeline.bucket_of.get(id(param)) for param in params}
+        asked = {self._rounds.bucket_of.get(id(param)) for param in params}
         return [bucket for bucket in flying.unmixed if bucket in asked]
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
@@ -88,7 +88,7 @@ class EarlyMixing:
             whole: whether no rank mixes a part of it first.
         """
         try:
-            self._pipeline.finish()
+            self._rounds.finish()
         except NonFiniteError:
             # Other ranks may have mixed these buckets before, and must keep the same references.
             for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.coordinator import Coordinator
-from decent_optim_wrapper.gossip.pipeline import PendingResume
+from decent_optim_wrapper.gossip.rounds import PendingResume
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
@@ -24,18 +24,18 @@ GOSSIP_KEY = "gossip"
 
 def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
     """Return the state of the gossip, once the parameters are settled."""
-    pipeline, pending = coordinator.pipeline, coordinator.pipeline.pending
-    pacing, flying = pipeline.policy.pacing, pipeline.in_flight
+    rounds, pending = coordinator.rounds, coordinator.rounds.pending
+    pacing, flying = rounds.policy.pacing, rounds.in_flight
     # The next step() would keep the average, which is what is saved now.
     kept = pending.keeps_average or coordinator.average.snapshot is not None
     rate, age = pending.rate, pending.age
     if flying:
         rate, age = flying.plan.mixing_rate, flying.age
     state: dict[str, Any] = {
-        "round": pipeline.round,
+        "round": rounds.count,
         # Others may have mixed it, or not have launched it yet.
         "in_flight": bool(pending.in_flight or flying) and not kept and pacing.synchronous,
-        "mixing_rate": pipeline.mixing_rate,
+        "mixing_rate": rounds.mixing_rate,
         "last_rate": rate,
         # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
         "kept": kept,
@@ -43,17 +43,15 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
     if pacing.synchronous and pacing.needs_snapshot:
         # Even if no round is in flight.
         state |= {"age": age, "launch_snapshot": _launched_values(coordinator)}
-    if extensions := {
-        each.name: each.state_dict() for each in pipeline.extensions.all if each.name
-    }:
+    if extensions := {each.name: each.state_dict() for each in rounds.extensions.all if each.name}:
         own = _saved_by(coordinator)
         # The states of another rank are reset by the next step() on all ranks.
         saved_by = [None] * len(own) if pending.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _referring(coordinator):
-        session = pipeline.session
+        session = rounds.session
         state["references"] = session.references.state(params, session.transport.members)
-    if plan := saved_plan(pipeline.buckets, coordinator.params):
+    if plan := saved_plan(rounds.buckets, coordinator.params):
         state["plan"] = plan
     return state
 
@@ -62,11 +60,11 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
 def _launched_values(coordinator: Coordinator) -> list[Tensor]:
     """Copies of the parameters when the round in flight was launched, or of the present ones."""
     copies = {param: param.detach().clone() for param in coordinator.params}
-    if flying := coordinator.pipeline.in_flight:
+    if flying := coordinator.rounds.in_flight:
         for bucket in flying.unmixed:
             if launched := flying.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
-    return [coordinator.pipeline.pending.snapshot.get(*each) for each in copies.items()]
+    return [coordinator.rounds.pending.snapshot.get(*each) for each in copies.items()]
 
 
 def named_state(coordinator: Coordinator) -> dict[str, Any]:
@@ -186,18 +184,16 @@ def prepare_load(
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         call = "gossip_state_dict" if by_name else "state_dict"
         raise ValueError(
-            f"rank {coordinator.pipeline.session.transport.initial_rank}: load_{call} expects what "
+            f"rank {coordinator.rounds.session.transport.initial_rank}: load_{call} expects what "
             f"{call}() of a DecentOptimWrapper around the same parameters has returned, but got "
             f"another state of the gossip ({type(error).__name__}: {error}); nothing was loaded"
         ) from error
 
 
-def _read(
-    coordinator: Coordinator, saved: dict[str, Any], mixing_rate: float
-) -> Callable[[], None]:
+def _read(coordinator: Coordinator, saved: dict[str, Any], rate: float) -> Callable[[], None]:
     """Read a state that may be anything; see `prepare_load`."""
-    pipeline, pacing = coordinator.pipeline, coordinator.pipeline.policy.pacing
-    rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
+    rounds, pacing = coordinator.rounds, coordinator.rounds.policy.pacing
+    rate = check_mixing_rate(saved.get("mixing_rate", rate))
     launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
     pending = PendingResume(
         keeps_average=bool(saved.get("kept", False)),
@@ -213,7 +209,7 @@ def _read(
         raise ValueError(f"round must be 0 or more, and 1 in flight, got {round}")
     extensions = _read_extensions(coordinator, saved, is_own=pending.source == "own")
     references = _read_references(coordinator, saved)
-    plan = read_plan(saved["plan"], coordinator.params, pipeline.buckets) if "plan" in saved else []
+    plan = read_plan(saved["plan"], coordinator.params, rounds.buckets) if "plan" in saved else []
 
     def load() -> None:
         coordinator.average.keep()
@@ -222,30 +218,30 @@ def _read(
         finally:
             # Even if the round in flight has failed. Extensions load only now: that round may have
             # been sending their tensors, and a new plan changes what they hold.
-            session = pipeline.session
+            session = rounds.session
             if plan:
-                pipeline.plan(rebuild(plan, pipeline.buckets))
+                rounds.set_buckets(rebuild(plan, rounds.buckets))
             for each in extensions:
                 each()
-            pipeline.mix_with(rate)
-            session.references.load(references, pipeline.buckets, session.transport.members)
-            pipeline.resume_at(round, pending)
+            rounds.mix_with(rate)
+            session.references.load(references, rounds.buckets, session.transport.members)
+            rounds.resume_at(round, pending)
 
     return load
 
 
 def _saved_by(coordinator: Coordinator) -> list[int]:
     """This rank and the members: a state that belongs to a rank is valid for these only."""
-    transport = coordinator.pipeline.session.transport
+    transport = coordinator.rounds.session.transport
     return [transport.initial_rank, *transport.members]
 
 
 def _source(coordinator: Coordinator, saved: dict[str, Any]) -> Literal["own", "other"] | None:
     """Which rank has saved the states of extensions that belong to a rank; see `PendingResume`."""
-    if not coordinator.pipeline.policy.pacing.synchronous:
+    if not coordinator.rounds.policy.pacing.synchronous:
         # Each rank may have saved its own round.
         return "other"
-    belong = {each.name for each in coordinator.pipeline.extensions.all if each.belongs_to_rank}
+    belong = {each.name for each in coordinator.rounds.extensions.all if each.belongs_to_rank}
     if coordinator.members or not belong:
         # A rank that comes back may load at another step than the others.
         return None
@@ -257,7 +253,7 @@ def _read_extensions(
     coordinator: Coordinator, saved: dict[str, Any], is_own: bool
 ) -> list[Callable[[], None]]:
     """Check the states of the extensions; extensions without a valid state are reset."""
-    states, extensions = saved.get("extensions", {}), coordinator.pipeline.extensions.all
+    states, extensions = saved.get("extensions", {}), coordinator.rounds.extensions.all
     if dropped := sorted({*states} - {each.name for each in extensions}):
         warn(
             f"the state of {' and '.join(dropped)} is dropped: pass the same extensions, or "
@@ -284,9 +280,9 @@ def _referring(coordinator: Coordinator) -> list[Tensor]:
     Ranks that do not mix in the same step may have mixed other rounds, so all references start
     again from zero.
     """
-    pipeline = coordinator.pipeline
-    keeps = pipeline.policy.pacing.synchronous and pipeline.session.references.keeps
-    members = referring(pipeline.buckets) if keeps else ()
+    rounds = coordinator.rounds
+    keeps = rounds.policy.pacing.synchronous and rounds.session.references.keeps
+    members = referring(rounds.buckets) if keeps else ()
     return [param for param in coordinator.params if param in members]
 
 

@@ -43,7 +43,7 @@ class Step:
 
     def __init__(self, coordinator: Coordinator, in_backward: bool) -> None:
         self._coordinator = coordinator
-        self._pipeline = coordinator.pipeline
+        self._rounds = coordinator.rounds
         self._in_backward = in_backward
         # The buckets to advance, each once and in any order, once the step is entered.
         self.buckets: Sequence[Bucket] = ()
@@ -61,48 +61,48 @@ class Step:
         except BaseException as error:
             self._coordinator.recover(error)
             self._coordinator.with_recovery(self._receive)
-        self.buckets = self._pipeline.buckets
+        self.buckets = self._rounds.buckets
         self._waiting = [*self.buckets]
-        if self._launched and self._pipeline.policy.in_backward_order:
+        if self._launched and self._rounds.policy.in_backward_order:
             self._waiting = self._launched.order.apply(self._waiting)
         return self
 
     def _begin(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
-        coordinator, pipeline = self._coordinator, self._pipeline
+        coordinator, rounds = self._coordinator, self._rounds
         if coordinator.replica.may_gather and not self._in_backward:
             # A closure may have gathered the parameters.
             coordinator.replica.reshard()
         if not coordinator.early.is_on:
-            pipeline.policy.meter.reset()
-        elif pipeline.in_flight:
+            rounds.policy.meter.reset()
+        elif rounds.in_flight:
             # The buckets that no forward pass has needed.
             coordinator.mix_early()
-        pipeline.session.transport.check_open()
-        pipeline.check_parameters()
+        rounds.session.transport.check_open()
+        rounds.check_parameters()
         coordinator.local_update.check_outside()
-        if pipeline.pending.keeps_average or coordinator.average.snapshot is not None:
+        if rounds.pending.keeps_average or coordinator.average.snapshot is not None:
             coordinator.keep_average()
         if coordinator.members:
             coordinator.members.begin_step()
-        if pipeline.pending.source or pipeline.pending.in_flight:
+        if rounds.pending.source or rounds.pending.in_flight:
             coordinator.with_recovery(coordinator.resume)
-        elif pipeline.extensions.all:
-            pipeline.begin_extensions()
+        elif rounds.extensions.all:
+            rounds.begin_extensions()
 
     def _receive(self) -> None:
-        pipeline = self._pipeline
+        rounds = self._rounds
         # With early mixing the next forward pass checks it: a GPU may not have mixed it yet.
-        if pipeline.unchecked is not None and not self._coordinator.early.is_on:
-            pipeline.check_on_gpu()
-        self._arrived = arrived = pipeline.receive()
+        if rounds.unchecked is not None and not self._coordinator.early.is_on:
+            rounds.check_on_gpu()
+        self._arrived = arrived = rounds.receive()
         if arrived:
             # Buckets that were replaced since the launch: their members are in others now, which
             # must be sent with mixed values.
             for bucket in tuple(arrived.unmixed):
-                if bucket not in pipeline.buckets:
-                    pipeline.mix(arrived, bucket)
-        self._launched = pipeline.begin(pipeline.round, pipeline.mixing_rate)
+                if bucket not in rounds.buckets:
+                    rounds.mix(arrived, bucket)
+        self._launched = rounds.begin(rounds.count, rounds.mixing_rate)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -116,19 +116,19 @@ class Step:
         """
         if self._arrived:
             for bucket in buckets:
-                self._pipeline.mix(self._arrived, bucket)
+                self._rounds.mix(self._arrived, bucket)
         early = self._coordinator.early
         if early.is_on:
             # Restore what was mixed of a dropped round: the backward pass needed the mixed values.
             early.undo(buckets)
-        with self._pipeline.policy.meter.update:
+        with self._rounds.policy.meter.update:
             result = update()
         if self._launched:
             # The order on the wire must be the same on every rank, whatever the order of the
             # updates, or the sums of larger groups would add up different buckets.
             self._ready.update(buckets)
             while self._waiting and self._waiting[0] in self._ready:
-                self._pipeline.post(self._launched, self._waiting.pop(0))
+                self._rounds.post(self._launched, self._waiting.pop(0))
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -144,26 +144,26 @@ class Step:
             if launched:
                 if self._in_backward:
                     launched.end_backward()
-                self._pipeline.hand_over(launched)
+                self._rounds.hand_over(launched)
             self._end()
         except BaseException as caught:
             # Without the round of a lost peer, nothing is left to finish.
             coordinator.recover(caught)
-        meter = self._pipeline.policy.meter
-        meter.close(len(self._pipeline.buckets), self._pipeline.round)
+        meter = self._rounds.policy.meter
+        meter.close(len(self._rounds.buckets), self._rounds.count)
         if coordinator.early.is_on:
             # The waits of the next forward pass belong to the next step.
             meter.reset()
 
     def _end(self) -> None:
         """Count the step; without overlap, finish its round, too."""
-        coordinator, pipeline = self._coordinator, self._pipeline
+        coordinator, rounds = self._coordinator, self._rounds
         if coordinator.members:
             coordinator.members.end_step()
-        mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
-        pipeline.end_step()
+        mixes_now = rounds.policy.pacing.mixes_in_step(rounds.count)
+        rounds.end_step()
         if mixes_now:
             if coordinator.replica.may_gather:
                 # A closure may have gathered the parameters again.
                 coordinator.replica.reshard()
-            pipeline.finish()
+            rounds.finish()

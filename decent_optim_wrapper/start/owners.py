@@ -25,7 +25,7 @@ def settle_owners(tensors: Iterable[Tensor]) -> None:
     dropped if others have replaced the values that it sends, for example by better ones.
     """
     for coordinator in _owners(tensors):
-        flying, transport = coordinator.pipeline.in_flight, coordinator.pipeline.session.transport
+        flying, transport = coordinator.rounds.in_flight, coordinator.rounds.session.transport
         # With an average in place, the next step drops the round.
         if flying and coordinator.average.snapshot is None and not transport.is_closed:
             (coordinator.discard if flying.is_outdated else coordinator.synchronize)()
@@ -37,7 +37,7 @@ def add_owner(coordinator: Coordinator) -> None:
     _known[id(coordinator)] = coordinator
     for each in older:
         _newer.setdefault(each, WeakSet()).add(coordinator)
-    for bucket in (b for each in (coordinator, *older) for b in each.pipeline.buckets if older):
+    for bucket in (b for each in (coordinator, *older) for b in each.rounds.buckets if older):
         bucket.note_flight(changed=True)
 
 

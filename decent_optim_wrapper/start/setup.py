@@ -25,8 +25,8 @@ from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import RoundPolicy
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
@@ -344,7 +344,7 @@ class Setup:
         if recovery:
             recovery.rendezvous.agree(text, recovery.joins)
 
-    def add(self, pipeline: Pipeline, parameters: Sequence[Named], late: Sequence[Named]) -> None:
+    def add(self, rounds: Rounds, parameters: Sequence[Named], late: Sequence[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones.
 
         It is collective over all ranks of a mesh.
@@ -354,7 +354,7 @@ class Setup:
             ValueError: a parameter cannot be exchanged, the ranks differ, or another rank raised
                 any of these errors.
         """
-        transport, replica = pipeline.session.transport, self.replica
+        transport, replica = rounds.session.transport, self.replica
         with self._start.failing_together():
             _check_parameters(parameters, (), replica, self._settings)
         self.check(parameters, transport)
@@ -362,11 +362,11 @@ class Setup:
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
         if self._settings.sync_at_start and late:
             self._broadcast(in_agreed_order(late, self._layout), transport)
-        self._plan(pipeline, parameters)
+        self._plan(rounds, parameters)
 
-    def _plan(self, pipeline: Pipeline, parameters: Sequence[Named]) -> None:
+    def _plan(self, rounds: Rounds, parameters: Sequence[Named]) -> None:
         tensors = (each.tensor for each in parameters)
-        pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
+        rounds.set_buckets(extend_plan(rounds.buckets, tensors, self._layout))
 
     def build_coordinator(self, session: Session) -> Coordinator:
         """Build the coordinator, and make the first exchange in each group; collective."""
@@ -378,24 +378,24 @@ class Setup:
         rate = settings.schedule.mixing_rate
         own = session.transport.initial_rank
         local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
-        pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
+        rounds = Rounds(session, self._policy, inputs.extensions, rate, local.check)
         options = (self._layout.plain, self._policy.nonfinite, model.replica)
         extra = partial(self._averaged.to_average, *options)
-        average = WorldAverage(pipeline, model.replica, extra)
-        return Coordinator(pipeline, local, average, model.replica, members=self.recovery)
+        average = WorldAverage(rounds, model.replica, extra)
+        return Coordinator(rounds, local, average, model.replica, members=self.recovery)
 
     def start_from_same_values(self, coordinator: Coordinator) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, recovery, pipeline = self._model.parameters, self.recovery, coordinator.pipeline
+        parameters, recovery, rounds = self._model.parameters, self.recovery, coordinator.rounds
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
-            transport = pipeline.session.transport
+            transport = rounds.session.transport
             held = self._held.on_all_ranks(transport)
             self._broadcast([*in_agreed_order(parameters, self._layout), *held], transport)
         coordinator.local_update.know(parameters)
-        self._plan(pipeline, parameters)
+        self._plan(rounds, parameters)
         if takes:
-            pipeline.session.references.begin(pipeline.buckets)
+            rounds.session.references.begin(rounds.buckets)
 
     def _broadcast(self, named: Sequence[Named], transport: Transport) -> None:
         """Take the values of rank 0 where other ranks have different ones, and warn; collective.

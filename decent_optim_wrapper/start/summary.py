@@ -6,7 +6,7 @@ from loguru import logger
 
 from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.config import Settings
-from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.warn import warn
@@ -15,19 +15,19 @@ from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
-def log_summary(pipeline: Pipeline, gossip_every: int) -> None:
+def log_summary(rounds: Rounds, gossip_every: int) -> None:
     """Log the topology, the ranks, and the bytes that this rank sends.
 
     Args:
-        pipeline: the ranks, the buckets and the extensions.
+        rounds: the ranks, the buckets and the extensions.
         gossip_every: number of steps from one round to the next.
     """
-    session, buckets = pipeline.session, pipeline.buckets
+    session, buckets = rounds.session, rounds.buckets
     ranks = session.transport.world_size
     text = f"{session.topology!r}, {ranks} rank{'s' * (ranks > 1)}: "
-    text += f"rank {session.transport.initial_rank} sends {_sent(pipeline, gossip_every)}"
+    text += f"rank {session.transport.initial_rank} sends {_sent(rounds, gossip_every)}"
     text += f" ({len(buckets)} bucket{'s' * (len(buckets) > 1)})"
-    if senders := [type(each).__name__ for each in pipeline.extensions.all if each.sends]:
+    if senders := [type(each).__name__ for each in rounds.extensions.all if each.sends]:
         text += f"; more is sent by {', '.join(senders)}"
     logger.info(f"{text}. DECENT_LOG=info shows more, DECENT_LOG=off nothing")
 
@@ -44,10 +44,10 @@ def warn_of_rounding(settings: Settings, session: Session) -> None:
         )
 
 
-def _sent(pipeline: Pipeline, gossip_every: int) -> str:
-    phases = pipeline.session.schedule.phases
-    per_round = sum(_bytes(bucket, group) for group in phases for bucket in pipeline.buckets)
-    unit = "step" if pipeline.policy.pacing.synchronous else "round"
+def _sent(rounds: Rounds, gossip_every: int) -> str:
+    phases = rounds.session.schedule.phases
+    per_round = sum(_bytes(bucket, group) for group in phases for bucket in rounds.buckets)
+    unit = "step" if rounds.policy.pacing.synchronous else "round"
     return f"{_in_units(per_round / len(phases) / gossip_every)} of parameters per {unit}"
 
 

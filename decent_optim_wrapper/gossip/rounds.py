@@ -59,7 +59,7 @@ class _Open(TypedDict):
     round: Round | None
 
 
-class Pipeline:
+class Rounds:
     """Launches, receives and mixes rounds, and counts them.
 
     Args:
@@ -89,8 +89,8 @@ class Pipeline:
         self.buckets: tuple[Bucket, ...] = ()
         # The bucket of each member, by its id.
         self.bucket_of: dict[int, Bucket] = {}
-        # Number of the next round.
-        self.round = 0
+        # Number of rounds so far, which is the number of the next one.
+        self.count = 0
         # What a loaded state leaves to the next step.
         self.pending = PendingResume()
         # The rate of the next rounds.
@@ -115,7 +115,7 @@ class Pipeline:
         for extension in self.extensions.all:
             extension.restart()
 
-    def plan(self, buckets: Sequence[Bucket]) -> None:
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Exchange these buckets from the next launch on; the round in flight keeps its own."""
         self.buckets = tuple(buckets)
         self.bucket_of = {id(member): each for each in buckets for member in each.members}
@@ -134,7 +134,7 @@ class Pipeline:
             pending: what a loaded state leaves to the next step. None keeps what is left, without
                 `source`, on which the ranks have agreed.
         """
-        self.round = round
+        self.count = round
         self.pending = pending or self.pending._replace(source=None)
 
     def mix_with(self, rate: float) -> None:
@@ -160,10 +160,9 @@ class Pipeline:
             another round is in flight.
         """
         plan = self.session.schedule.plan(number, rate)
-        if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
-            return None
-        if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
-            # Nothing is exchanged, and no extension needs the round.
+        # Alone in its group it exchanges nothing.
+        needs = plan.group.size > 1 or self.extensions.all or self.policy.pacing.needs_snapshot
+        if plan.kind is RoundKind.IDLE or self._open["round"] is not None or not needs:
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
@@ -174,7 +173,7 @@ class Pipeline:
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
     ) -> Round:
         """Begin a round by sending its header. A collective call posts no buckets to it."""
-        header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
+        header = RoundHeader(call, self.count if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
 
     def post(
@@ -191,7 +190,7 @@ class Pipeline:
         launched.seal()
         self._open["round"] = launched
         if not self.policy.pacing.synchronous:
-            self.round += 1
+            self.count += 1
             launched.watch()
 
     def launch(
@@ -223,7 +222,7 @@ class Pipeline:
         self.begin_extensions()
         pending, self.pending = self.pending, self.pending.without_round()
         if pending.in_flight:
-            self.launch(self.round - pending.age, pending.rate, pending.age, pending.snapshot)
+            self.launch(self.count - pending.age, pending.rate, pending.age, pending.snapshot)
 
     def begin_extensions(self) -> None:
         """Let the extensions begin a step."""
@@ -235,7 +234,7 @@ class Pipeline:
         if flying := self._open["round"]:
             flying.count_step()
         if self.policy.pacing.synchronous:
-            self.round += 1
+            self.count += 1
 
     def receive(self) -> Round | None:
         """Return the round in flight if it is to be mixed now, and wait until it has arrived.
