@@ -98,10 +98,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             through ``.data``, which is not noticed. `state_dict()` of the model and of the wrapper
             mix the round in flight.
         process_group: the ranks that gossip; None takes the default group.
-        buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
-            ones in the shapes that they have then, unless only some ranks have this shape, or all
-            have a vector of length 1. A buffer that a forward pass replaces by another tensor is
-            found by its name in `model`; without `model` it is left out.
+        buffers: tensors of which `global_avg` also averages the floating-point ones, in the shapes
+            that they have then, unless only some ranks have this shape, or all have a vector of
+            length 1. None takes the buffers of `model`, or none without it. A buffer that a forward
+            pass replaces by another tensor is found by its name in `model`; without `model` it is
+            left out.
         sync_at_start: broadcast parameters and buffers from rank 0, and all else that `model`
             holds. Weights that only another rank has loaded are lost, with a warning.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
@@ -163,7 +164,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         *,
         overlap: Overlap | None = None,
         process_group: dist.ProcessGroup | None = None,
-        buffers: Iterable[Tensor] = (),
+        buffers: Iterable[Tensor] | None = None,
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | Codec | None = None,
         param_as_bucket_view: bool = False,

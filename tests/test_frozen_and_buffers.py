@@ -146,6 +146,55 @@ def test_frozen_parameters_that_drift_apart_are_averaged_as_buffers_are(way: str
     run_threads(3, main)
 
 
+class Normalised(nn.Module):
+    """A batch norm, and buffers of other kinds; only the first two have a mean over the ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk = make_model(seed=0)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.table = nn.Buffer(torch.full((3,), float(rank)), persistent=False)
+        self.personal = nn.Buffer(torch.full((1 + rank,), float(rank)))
+        self.codes = nn.Buffer(torch.full((2,), rank, dtype=torch.uint8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.trunk(self.norm(inputs))
+        return out
+
+
+@pytest.mark.parametrize("given", ["nothing", "none", "some", "no model"])
+def test_averages_include_the_buffers_of_the_model_unless_others_are_given(given: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = Normalised(rank)
+        ways: dict[str, dict[str, Any]] = {
+            "nothing": {"model": model},
+            "none": {"model": model, "buffers": ()},
+            "some": {"model": model, "buffers": [model.table]},
+            "no model": {},
+        }
+        base = sgd(model.trunk.parameters())
+        optimizer = wrap([], group, base, sync_at_start=False, **ways[given])
+        for step in range(1 + rank):
+            model(batch(rank, step)).sum()
+        assert model.norm.running_mean is not None
+        own = {name: value.clone() for name, value in model.named_buffers()}
+        mean = optimizer.all_gather(model.norm.running_mean).mean(dim=0)
+        with optimizer.averaged():
+            now = {name: value.clone() for name, value in model.named_buffers()}
+        changed = {name for name, value in now.items() if not torch.equal(value, own[name])}
+        # On one rank, the table has the value of the average.
+        table = {"table"} if rank != 1 else set()
+        statistics = {"norm.running_mean", "norm.running_var"}
+        expected = {"nothing": statistics | table, "some": table}
+        assert changed == expected.get(given, set())
+        if given == "nothing":
+            torch.testing.assert_close(now["norm.running_mean"], mean)
+            assert now["table"].tolist() == [1.0] * 3
+        assert all(torch.equal(value, own[name]) for name, value in model.named_buffers())
+
+    run_threads(3, main)
+
+
 def with_infinities(rank: int) -> list[Tensor]:
     """A statistic, a causal mask, a mask with other values, and an observer without a batch."""
     mask = torch.full((3, 3), -INF).triu(1)

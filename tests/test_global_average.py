@@ -62,7 +62,7 @@ def test_buffers_are_averaged_and_reverted_also_one_that_the_forward_pass_replac
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = Counting(rank)
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: Any = {"buffers": model.buffers(), "model": model, "sync_at_start": False}
+        options: Any = {"model": model, "sync_at_start": False}
         options["bucket_cap_mb"] = 1e-6
         optimizer = wrap([], group, base, **options)
         for own, mean in ((2 * rank + 1, 2), (4 * rank + 2, 4)):

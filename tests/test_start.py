@@ -105,7 +105,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("bucket_cap_mb", [-1, NAN, 10**400], "ValueError: bucket_cap_mb must be above 0 MiB"),
     ("overlap", ["yes"], "TypeError: overlap expects a bool"),
     ("process_group", [[0, 1]], "TypeError: process_group expects a torch.distributed.ProcessGr"),
-    ("buffers", [torch.zeros(2, 2), None, 3], "TypeError: buffers expects several tensors"),
+    ("buffers", [torch.zeros(2, 2), 3], "TypeError: buffers expects several tensors"),
     ("buffers", [[3]], "TypeError: buffers expects tensors"),
     ("buffers", [[SPARSE]], "ValueError: .*dense buffers .* buffer 0 is torch.sparse_coo"),
     ("buffers", [[ON_META]], "ValueError: .*buffers .* on the meta"),

@@ -55,8 +55,8 @@ class BackwardOptimizer(DecentOptimWrapper):
             at_end=at_end,
             averages_frozen=average_buffers,
         )
-        averaged = [b for b in model.buffers() if average_buffers and id(b) not in ignored]
-        super().__init__(optimizer, model=model, buffers=averaged, **options)
+        buffers = None if average_buffers else ()
+        super().__init__(optimizer, model=model, buffers=buffers, **options)
 
     @property
     def splits(self) -> bool:

@@ -33,10 +33,8 @@ class Wrapping:
         """
         if not isinstance(optimizer, DecentOptimWrapper):
             models = self.models_of(optimizer)
-            buffers = [each for model in models for each in model.buffers()]
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
-            found = {"buffers": buffers, "model": model}
-            optimizer = DecentOptimWrapper(optimizer, **{**found, **self._gossip})
+            optimizer = DecentOptimWrapper(optimizer, **{"model": model, **self._gossip})
         self.wrappers.append(optimizer)
         return optimizer
 

@@ -89,7 +89,7 @@ class Inputs:
         extensions: the extensions that take part in rounds.
         settings: the checked settings.
         topology: a name or an instance; None for the default.
-        buffers: tensors to average in addition to the parameters.
+        buffers: tensors to average in addition to the parameters; None takes those of the model.
         model: the model of the parameters, needed if they are sharded.
         extras: the additions of a module that contains the wrapper.
     """
@@ -98,7 +98,7 @@ class Inputs:
     extensions: Extensions
     settings: Settings
     topology: str | Topology | None
-    buffers: Iterable[Tensor]
+    buffers: Iterable[Tensor] | None
     model: nn.Module | None
     extras: ModuleExtras
 
@@ -108,10 +108,10 @@ class _Model(NamedTuple):
 
     Args:
         parameters: the base's parameters.
-        buffers: the user's buffers.
-        others: the buffers and, in a module that contains the wrapper, all that it holds.
-        held: all that the model holds besides the base's parameters, and the buffers; what is not
-            in `others` may differ between ranks.
+        buffers: the buffers that are averaged: the user's, or all that the model holds.
+        others: the user's buffers and, in a module that contains the wrapper, all that it holds.
+        held: all that the model holds besides the base's parameters, and the user's buffers; what
+            is not in `others` may differ between ranks.
         replica: the ranks that together hold one copy of the model.
     """
 
@@ -213,7 +213,8 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
     replica = start.replica(inputs.model)
     replica.reshard()
     in_model = named_in(inputs.model)
-    buffers = named_buffers(inputs.buffers, {id(each.tensor): each.name for each in in_model})
+    given = () if inputs.buffers is None else inputs.buffers
+    buffers = named_buffers(given, {id(each.tensor): each.name for each in in_model})
     parameters = named_parameters(inputs.optimizer.param_groups)
     known = {*(id(n.tensor) for n in (*parameters, *buffers)), *inputs.extras.ignored}
     rest = [each for each in in_model if id(each.tensor) not in known]
@@ -228,6 +229,8 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
             check_dense([each])
             check_shards([each], replica, as_view=False)
             held.append(each)
+    if inputs.buffers is None:
+        buffers = [each for each in held if each.kind == "buffer"]
     return _Model(parameters=parameters, buffers=buffers, others=others, held=held, replica=replica)
 
 

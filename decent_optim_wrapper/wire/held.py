@@ -196,8 +196,8 @@ def _counting(
         raise NonFiniteError(
             f"rank {transport.initial_rank}: expected in global_avg() finite values, or infinities "
             f"in the same places on all ranks, but {what} has others on ranks {bad}; nothing was "
-            f"averaged. Run a forward pass on ranks that have seen no batch, leave it out of "
-            f'buffers=, or take the mean of the other ranks with on_nonfinite="skip"',
+            f"averaged. Run a forward pass on ranks that have seen no batch, pass buffers= without "
+            f'it, or take the mean of the other ranks with on_nonfinite="skip"',
             bad,
         )
     return rows
