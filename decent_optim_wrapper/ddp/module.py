@@ -61,7 +61,8 @@ class DecentralizedDataParallel(Module):
             parameters that are unfrozen later to ``optimizer.add_param_group``, on all ranks.
         lr_scheduler_fn: function that makes a scheduler from the base. The scheduler is stepped
             after every step. None for no scheduler.
-        topology: a name known to `TopologyFactory`, or an instance.
+        topology: a name known to `TopologyFactory`, or an instance; None as in
+            `DecentOptimWrapper`.
         scaler: the GradScaler with which you scale the loss; never call its `step` or `update`.
             With updates inside the backward pass, an overflow skips the update of its bucket on
             this rank, and the scale is updated once per step. With updates at the end, it skips the
@@ -106,7 +107,7 @@ class DecentralizedDataParallel(Module):
         model: Module,
         optim_fn: OptimFn,
         lr_scheduler_fn: LRSchedulerFn | None = None,
-        topology: str | Topology = "complete",
+        topology: str | Topology | None = None,
         scaler: GradScaler | None = None,
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool | None = None,

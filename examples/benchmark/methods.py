@@ -136,7 +136,7 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the wrapper, as it arrives, int8": partial(
         wrapper, overlap=AsItArrives(), comm_dtype=torch.int8
     ),
-    "the module": module,
+    "the module, complete": partial(module, topology="complete"),
     "the module, pairs": pairs,
     "the module, pairs, int8": partial(pairs, comm_dtype=torch.int8),
     "the module, pairs, int4": partial(pairs, comm_dtype=INT4),
