@@ -8,6 +8,7 @@ A check takes the name and the value of a field. It returns the value to keep, o
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import sys
 from collections.abc import Callable, Mapping
@@ -15,9 +16,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean
 
@@ -124,6 +124,19 @@ def is_real(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def check_mixing_rate(rate: Any) -> float:
+    """Return the rate as a float, if it lies in (0, 1].
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    expect(is_real(rate), "mixing_rate expects a number", rate)
+    if not 0 < rate <= 1:
+        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
+    return float(rate)
+
+
 def check_base(optimizer: Any) -> None:
     """Check that the optimizer can be wrapped.
 
@@ -165,3 +178,23 @@ def check_closures(optimizer: Optimizer, overlaps: bool) -> None:
             f"{type(optimizer).__name__} {reason}, which does not work with overlap: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
         )
+
+
+def evaluates_inside_step(optimizer: Optimizer) -> str | None:
+    """Return why a step of the optimizer needs the parameters at which the gradient was computed.
+
+    Returns:
+        The reason, as a part of a sentence; None if the step only reads gradients.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, LBFGS):
+        return "evaluates its closure several times per step"
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        # The interface of SAM (Foret et al., 2021) and its variants.
+        return "evaluates its closure at parameters that it has moved"
+    if getattr(optimizer, "is_second_order", False) or kind.__name__.lower() == "adahessian":
+        return "differentiates the gradient once more in its step"
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return "evaluates its closure inside its step"
+    return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from decent_optim_wrapper.checks import (
     CheckedFields,
+    check_mixing_rate,
     converted,
     expect,
     instance_of,
@@ -29,11 +28,8 @@ from decent_optim_wrapper.gossip.schedule import (
     Pacing,
     WithinStep,
 )
-from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
-# Called with the old and the new members.
-OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 Overlap = bool | Literal["forward"] | Pacing
 
 # What torch's stores and backends can wait for: milliseconds, counted in 32 bits.
@@ -94,33 +90,6 @@ class Schedule(CheckedFields):
     def intervals(self) -> Intervals:
         """How often rounds are launched."""
         return Intervals(gossip_every=self.gossip_every, global_avg_every=self.global_avg_every)
-
-
-@dataclass(frozen=True)
-class Elastic(CheckedFields):
-    """Continue training without a lost rank, and let it rejoin when it is restarted.
-
-    Args:
-        store: where the ranks agree on who is left; with a store, `rank` and `world_size`, no
-            process group is needed. None takes the store of the process group if there is one, else
-            the launcher's: ``python -m decent_optim_wrapper run``, or torchrun. The variable
-            DECENT_STORE names one in etcd, which takes precedence over the launcher's own.
-        on_membership_change: function that is called with the old and the new `members`, to shard
-            the data again.
-        stale_after: seconds without a heartbeat after which a rank counts as dead; the same on all
-            ranks.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: `stale_after` is not above 0 and finite.
-    """
-
-    store: Annotated[Store | None, optional(instance_of("a torch.distributed.Store", Store))] = None
-    on_membership_change: Annotated[
-        OnChange | None,
-        optional(instance_of("a function of the old and the new members", Callable)),
-    ] = None
-    stale_after: Annotated[float, positive("seconds")] = 2.0
 
 
 @dataclass(frozen=True)

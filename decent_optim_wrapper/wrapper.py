@@ -16,11 +16,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.checks import check_base, check_closures, take_fields
+from decent_optim_wrapper.checks import check_base, check_closures, check_mixing_rate, take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
-from decent_optim_wrapper.config import Elastic, OnNonfinite, Overlap, Schedule, Settings
-from decent_optim_wrapper.elastic.recovery import Recovery
+from decent_optim_wrapper.config import OnNonfinite, Overlap, Schedule, Settings
 from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
@@ -42,9 +41,9 @@ from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
-from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, diagnose, measure
 from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.membership import Elasticity, Membership
 from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.setup import Inputs, ModuleExtras, set_up
 from decent_optim_wrapper.start.start import Start
@@ -171,7 +170,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         timeout: timedelta | float | None = None,
         on_nonfinite: OnNonfinite = "raise",
         schedule: Schedule = Schedule(),
-        elastic: Elastic | None = None,
+        elastic: Elasticity | None = None,
         mesh: DeviceMesh | None = None,
         gossip_dim: str | None = None,
         model: nn.Module | None = None,
@@ -190,7 +189,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             super().__init__(optimizer)
             options["extensions"] = arrange(extensions, optimizer)
         self._settings, inputs = settings, take_fields(Inputs, options)
-        coordinator, self._setup, self._hand_over = set_up(start, inputs)
+        coordinator, self._setup = set_up(start, inputs)
         self._coordinator, self._rounds = coordinator, coordinator.rounds
         self._local_update = coordinator.local_update
         self._forward_hooks: ForwardHooks | None = None
@@ -259,9 +258,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return self._rounds.session.transport.members
 
     @property
-    def recovery(self) -> Recovery | None:
+    def recovery(self) -> Membership | None:
         """Continues without lost ranks; None without `elastic`."""
-        return self._setup.recovery
+        return self._setup.membership
 
     @property
     def replica(self) -> Replica:

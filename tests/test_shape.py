@@ -56,8 +56,7 @@ _WIRE = {*_MESH, "codecs", "mesh"}
 _GOSSIP = {*_WIRE, "wire", "checks"} - {"mesh"}
 _EXTENSIONS = {*_GOSSIP, "gossip", "mesh"}
 _CONFIG = {*_GOSSIP, "gossip"}
-_ELASTIC = {*_CONFIG, "config"}
-_START = {*_ELASTIC, "extensions", "mesh", "elastic"}
+_START = {*_CONFIG, "config", "extensions", "mesh"}
 _WRAPPER = {*_START, "extensions", "mesh", "start", "forward_hooks", "report", "planning"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
@@ -69,13 +68,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gossip": _GOSSIP,
     "extensions": _EXTENSIONS,
     "config": _CONFIG,
-    "elastic": _ELASTIC,
     "start": _START,
+    "elastic": {*_START, "start"},
     "forward_hooks": {"parameter_reads", "forks"},
     "report": {*_EXTENSIONS, "planning"},
     "utils": {"start"},
     "wrapper": _WRAPPER,
-    **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint", "data")},
+    **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint")},
+    "data": {*_WRAPPER, "wrapper", "elastic"},
     "integrations": {*_WRAPPER, "wrapper", "checkpoint"},
     "planning": {"topo", "comm", "start"},
     "launcher": {"checks", "comm", "elastic", "errors"},

@@ -4,8 +4,7 @@ import torch
 
 from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device, wide
 from decent_optim_wrapper.codecs.cast import CastCodec
-from decent_optim_wrapper.codecs.float8 import Float8Codec
-from decent_optim_wrapper.codecs.scaled import Int4Codec, Int8Codec, ScaledCodec
+from decent_optim_wrapper.codecs.scaled import Float8Codec, Int4Codec, Int8Codec, ScaledCodec
 from decent_optim_wrapper.codecs.top_k import TopKCodec
 
 __all__ = [

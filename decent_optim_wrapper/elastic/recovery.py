@@ -3,138 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from loguru import logger
-from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.elastic.epoch import Epoch, Note
+from decent_optim_wrapper.elastic.hand_over import hand_over
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.header import CollectiveCall
-from decent_optim_wrapper.gossip.saved_state import (
-    GOSSIP_KEY,
-    gossip_state,
-    prepare_load,
-    renumbered,
-)
+from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.gossip.session import Session
+from decent_optim_wrapper.start.membership import Follower, Trained
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
-from decent_optim_wrapper.warn import warn
-from decent_optim_wrapper.wire.broadcast import broadcast
-from decent_optim_wrapper.wire.held import HeldTensors
-from decent_optim_wrapper.wire.layout import Layout
-from decent_optim_wrapper.wire.parameters import named_parameters
-from decent_optim_wrapper.wire.plan import in_agreed_order
 
 Result = TypeVar("Result")
-
-
-@dataclass(eq=False)
-class HandOver:
-    """Sends parameters, buffers and states to ranks that need them.
-
-    Args:
-        optimizer: the base.
-        coordinator: coordinates the rounds of its parameters.
-        held: further tensors to send, if all ranks hold them.
-        parts: further objects with a `state_dict`, such as a scheduler.
-        layout: how tensors are put into buckets.
-        takeovers: how often this rank has received its state from others.
-    """
-
-    optimizer: Optimizer
-    coordinator: Coordinator
-    held: HeldTensors
-    parts: Sequence[Any]
-    layout: Layout
-    takeovers: int = 0
-
-    def __call__(self, donor: int, takes: bool) -> None:
-        """Send everything from one rank to all; collective.
-
-        Args:
-            donor: the position of the sender among the members.
-            takes: whether this rank needs the state; otherwise it ignores what it receives.
-        """
-        rounds = self.coordinator.rounds
-        transport, extensions = rounds.session.transport, rounds.extensions
-        named = in_agreed_order(named_parameters(self.optimizer.param_groups), self.layout)
-        tensors = [n.tensor for n in (*named, *self.held.on_all_ranks(transport, donor))]
-        if transport.rank == donor:
-            # The members may meet in the middle of its forward pass.
-            tensors = self.coordinator.early.restored(tensors)
-        broadcast(tensors, transport, self.layout, donor, keep=not takes)
-        if transport.rank == donor:
-            send_state(self._state(), transport)
-            return
-        state, parts = receive_state(transport, donor)
-        if takes:
-            self.takeovers += 1
-            base = renumbered(state, self.optimizer.param_groups)
-            saved = base.pop(GOSSIP_KEY)
-            self.optimizer.load_state_dict(base)
-            for each in extensions.all:
-                if each.name and each.name not in saved.get("extensions", {}):
-                    extensions.drop(each)
-            saved |= {"in_flight": False, "kept": False}
-            prepare_load(self.coordinator, saved, rounds.mixing_rate)()
-            for part, state in zip(self.parts, parts, strict=True):
-                if state is not None:
-                    part.load_state_dict(state)
-
-    def _state(self) -> list[Any]:
-        """The state of the base and of the gossip, and those of the further objects."""
-        saved = gossip_state(self.coordinator)
-        # The round in flight is dropped, and references start again.
-        for key in ("launch_snapshot", "references"):
-            saved.pop(key, None)
-        for each in self.coordinator.rounds.extensions.all:
-            if each.belongs_to_rank:
-                saved["extensions"][each.name] = None
-        state = {**self.optimizer.state_dict(), GOSSIP_KEY: saved}
-        return [state, [self._state_of(part) for part in self.parts]]
-
-    def _state_of(self, part: Any) -> Any | None:
-        state = part.state_dict()
-        if sendable(state):
-            return state
-        rank = self.coordinator.rounds.session.transport.initial_rank
-        warn(
-            f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
-            f"and strings; it is not sent to the rank that comes back, where it starts again"
-        )
-        return None
-
-
-class Follower(Protocol):
-    """Is notified when the members change, on all of them."""
-
-    def summary(self, heard: Mapping[int, str]) -> Any:
-        """Return what the other ranks must know of this one, as JSON values.
-
-        Args:
-            heard: the last texts of the other ranks; see `Recovery.say`.
-        """
-
-    def follow(self, summaries: Mapping[int, Any], newcomers: Collection[int]) -> None:
-        """Called when the members have changed, with the same arguments on all of them.
-
-        It may be called again before all members have reached it, with newer arguments.
-
-        Args:
-            summaries: for each member the result of `summary`; None if it has no follower.
-            newcomers: the members that have received the state of another one.
-        """
+# Called with the old and the new members.
+OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 
 
 @dataclass(eq=False)
@@ -148,18 +40,20 @@ class Recovery:
         rendezvous: agrees on the members.
         epoch: the members that have met there.
         topology: the topology of all ranks.
-        schedule: when the ranks mix.
+        intervals: how often rounds are launched.
         on_change: called with the old and the new members.
     """
 
     rendezvous: Rendezvous
     epoch: Epoch
     topology: Topology
-    schedule: Schedule
+    intervals: Intervals
     on_change: OnChange | None
-    # Managed from `begin` on.
+    # How often this rank has received its state from others.
+    takeovers: int = field(default=0, init=False)
+    # Managed, and what newcomers receive, from `begin` on.
     _coordinator: Coordinator = field(init=False)
-    _hand_over: Callable[[int, bool], None] = field(init=False)
+    _trained: Trained = field(init=False)
 
     def __post_init__(self) -> None:
         # For good, so that the others continue at once and not after a timeout; and to send a text
@@ -199,12 +93,20 @@ class Recovery:
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
         topology = fitting(self.topology, self.epoch.members)
-        return Session.connect(self.transport, topology, self.schedule.intervals, first_round)
+        return Session.connect(self.transport, topology, self.intervals, first_round)
 
-    def begin(self, coordinator: Coordinator, hand_over: HandOver) -> None:
-        """Manage the members from now on; a rank that joins receives the state of another one."""
-        # The coordinator knows this object, and the wrapper keeps both.
-        self._coordinator, self._hand_over = weakref.proxy(coordinator), weakref.proxy(hand_over)
+    def agree(self, text: str) -> None:
+        """Publish a description, or compare it with the one that the members have published.
+
+        Raises:
+            ValueError: this rank joins them with another description.
+        """
+        self.rendezvous.agree(text, self.joins)
+
+    def begin(self, coordinator: Coordinator, trained: Trained) -> None:
+        """Manage the members of the gossip from now on; a rank that joins receives its state."""
+        # The coordinator knows this object, and the caller keeps both.
+        self._coordinator, self._trained = weakref.proxy(coordinator), weakref.proxy(trained)
         if self.joins:
             self._call = CollectiveCall.STEP
             self._catch_up()
@@ -347,7 +249,8 @@ class Recovery:
         coordinator.rounds.enter(session)
         coordinator.local_update.set_members(len(epoch.members))
         if epoch.has_newcomers:
-            self._hand_over(epoch.donor, self.joins)
+            hand_over(self._trained, coordinator, epoch.donor, takes=self.joins)
+            self.takeovers += self.joins
         synchronous = coordinator.rounds.policy.pacing.synchronous
         if self.joins or not synchronous:
             coordinator.rounds.resume_at(epoch.round)

@@ -382,11 +382,6 @@ def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
         number += 1
 
 
-def last_epoch_key() -> str:
-    """The key that exists once ranks have met for the first wrapper."""
-    return f"{key_prefix(0)}/epoch"
-
-
 def key_prefix(number: int) -> str:
     """The prefix of the store's keys of this process's wrapper `number`, from 0."""
     return f"decent_optim_wrapper/rendezvous {number}"

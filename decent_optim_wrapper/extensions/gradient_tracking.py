@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Adamax, AdamW, Optimizer, RAdam
 
+from decent_optim_wrapper.checks import evaluates_inside_step
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
-from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.shards import local, local_grad
 from decent_optim_wrapper.wire.bucket import HALF_DTYPES, Bucket, members_of

@@ -11,13 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.average import finite_shares
+from decent_optim_wrapper.gossip.average import average, finite_shares
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.optim.counters import COUNTERS
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket, members_of
-from decent_optim_wrapper.wire.mean import average
 from decent_optim_wrapper.wire.plan import plan_buckets
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.held import Averaged
-from decent_optim_wrapper.wire.mean import average
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -203,3 +203,21 @@ def _total(squares: Sequence[Tensor]) -> Tensor:
     if not squares:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.stack([each.to(squares[0].device) for each in squares]).cpu().sum()
+
+
+def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None = None) -> Flat:
+    """The bucket's average over the ranks, in a new flat vector; collective.
+
+    Half precision is summed in float32.
+
+    Args:
+        bucket: the bucket; not changed.
+        transport: connects the ranks.
+        shares: which ranks' values count, at least one; None means all.
+    """
+    total = bucket.pack(bucket.new_flat(bucket.wire_device, wide(bucket.dtype)))
+    if shares is not None and not shares[transport.rank]:
+        total.data.zero_()
+    transport.sum_(total.data)
+    total.data.div_(transport.world_size if shares is None else sum(shares))
+    return total

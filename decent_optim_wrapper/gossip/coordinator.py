@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,32 @@ from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.rounds import Rounds
 
 Result = TypeVar("Result")
+
+
+class Members(Protocol):
+    """A membership that survives the loss of a rank."""
+
+    def begin_step(self) -> None:
+        """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
+
+    def end_step(self) -> None:
+        """Mark the step of this rank as complete."""
+
+    def recover(self, reason: object) -> None:
+        """Agree on the remaining ranks, drop the round in flight, and open a new session."""
+
+    def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
+        """Make a call with all ranks; if one is lost, repeat it with the remaining ones."""
+
+    def leave(self) -> None:
+        """Leave the members for good."""
+
+    def notify_change(self) -> None:
+        """Call back if the members have changed."""
 
 
 class Coordinator:

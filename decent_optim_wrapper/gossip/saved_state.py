@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.checks import check_mixing_rate
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.rounds import PendingResume
-from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan

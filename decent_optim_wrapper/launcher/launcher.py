@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.comm.process_groups import gloo_variables
+from decent_optim_wrapper.elastic.stores.launched_store import STORE_VARIABLE
 from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.meeting import find_meeting
 from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
 from decent_optim_wrapper.launcher.program import Program
@@ -22,6 +27,8 @@ from decent_optim_wrapper.launcher.supervisor import ENDING, Supervisor
 _NAME = "decent_optim_wrapper"
 # How long the launcher waits at its end for a console that nobody empties, after a signal.
 _CONSOLE_SECONDS = 4.0
+# How long the launcher of another node may be earlier than the launcher of node 0.
+_CONNECT = timedelta(minutes=5)
 
 
 def launch(options: LaunchOptions) -> int:
@@ -44,12 +51,12 @@ def launch(options: LaunchOptions) -> int:
     """
     # From now on: a signal before the ranks are started ends them, too.
     with _received_signals() as signals:
-        meeting = find_meeting(options)
+        environ, connect = _find_meeting(options)
         logs = options.log_dir or Path(tempfile.gettempdir()) / f"{_NAME}_{uuid.uuid4().hex}"
         console = Console()
-        where = meeting.connect, options.node_rank, options.nnodes, meeting.keeper
-        nodes = Nodes(*where, console.say)
-        program = _program(options, meeting.environ)
+        keeper = None if options.store else 0
+        nodes = Nodes(connect, options.node_rank, options.nnodes, keeper, console.say)
+        program = _program(options, environ)
         first, keeps_all = options.node_rank * options.nproc_per_node, options.log_dir is not None
         ranks = [
             RankProcess(rank, rank - first, program, logs / f"rank_{rank}", keeps_all, console)
@@ -91,3 +98,51 @@ def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
         **gloo_variables(options.nnodes == 1),
     }
     return Program(options.command, {**shared, **environ})
+
+
+def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], Any]]:
+    """Serve the store, if this node does; it is served as long as the result exists.
+
+    Returns:
+        The variables by which the ranks find the store, and a function that connects to it, which
+        may block.
+
+    Raises:
+        ModuleNotFoundError: the client of etcd is not installed.
+        OSError: the port cannot be opened.
+        ValueError: one of a pair of the store's options is missing.
+    """
+    if (url := options.store) is not None:
+        store, run_id = url.open(_CONNECT), f"{url.endpoints}/{url.prefix}"
+        return {STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store
+    host, port = options.endpoint or ("127.0.0.1", 0)
+
+    def connect() -> Any:
+        return TCPStore(host, port, is_master=False, timeout=_CONNECT)
+
+    if options.node_rank == 0:
+        served = _serve(host, port)
+        # A clone has a connection of its own, which may be lost; the store goes on.
+        port, connect = served.port, served.clone
+    environ = {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"{host}:{port}" if options.endpoint else uuid.uuid4().hex,
+        # Rank 0 is a client of the store, too.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return environ, connect
+
+
+def _serve(host: str, port: int) -> TCPStore:
+    """Serve a store; on 127.0.0.1, only this machine can reach it; 0 takes a free port."""
+    is_local = host == "localhost" or host.startswith("127.")
+    dual = not is_local and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    # Others on all addresses: the name of the host may stand for one that is not known here.
+    address = host if is_local else "", port
+    listening = socket.create_server(address, family=family, dualstack_ipv6=dual)
+    # The store's own threads serve, and close the socket.
+    port, descriptor = listening.getsockname()[1], listening.detach()
+    here = host if is_local else "localhost"
+    return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

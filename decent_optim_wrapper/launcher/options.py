@@ -11,7 +11,8 @@ from typing import Any
 from torch.distributed.run import determine_local_world_size
 
 from decent_optim_wrapper.checks import take_fields
-from decent_optim_wrapper.comm.store_url import EXAMPLE, STORE_VARIABLE, StoreUrl, read_endpoint
+from decent_optim_wrapper.elastic.stores.etcd_store import read_endpoint
+from decent_optim_wrapper.elastic.stores.launched_store import EXAMPLE, STORE_VARIABLE, StoreUrl
 
 # Options of torchrun, and what to use in their place.
 _MEET = "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--master-addr", "--master-port"

@@ -4,12 +4,12 @@ from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
 from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.factories import (
     lr_scheduler_fn_cosine_with_warmup,
+    mixing_rate_from_lr,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,
     optim_fn_adam,
     optim_fn_adamw,
 )
-from decent_optim_wrapper.optim.mixing_rate import mixing_rate_from_lr
 from decent_optim_wrapper.optim.quasi_global import QGSGD
 
 __all__ = [

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_registered, store_of, timeout_of
-from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.start.launched_store import StoreWorld, find_launched_store
+from decent_optim_wrapper.config import read_timeout
+from decent_optim_wrapper.start.membership import Elasticity, StoreWorld
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 
 _WHOLE = "a whole number or None"
+_elastic = instance_of("an Elastic or None", Elasticity, NoneType)
 _INITIALISE = (
     "call decent_optim_wrapper.utils.init_distributed() or torch.distributed.init_process_group() "
     "before building the wrapper"
@@ -43,7 +44,7 @@ class Arguments:
     process_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     gossip_dim: str | None = None
-    elastic: Annotated[Elastic | None, instance_of("an Elastic or None", Elastic, NoneType)] = None
+    elastic: Annotated[Elasticity | None, _elastic] = None
     timeout: timedelta | float | None = None
 
 
@@ -133,7 +134,7 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
         )
     elif elastic is not None:
         whose = "the launcher"
-        found = find_launched_store(os.environ, read_timeout(arguments.timeout))
+        found = elastic.find_launched(os.environ, read_timeout(arguments.timeout))
     if found is None:
         _check_alone(world_size)
         whose, found = "a world of one rank", StoreWorld(store=None, rank=0, world_size=1)

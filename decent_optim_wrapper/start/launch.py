@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from decent_optim_wrapper.comm.process_groups import gloo_variables
-from decent_optim_wrapper.elastic.rendezvous import last_epoch_key
+from decent_optim_wrapper.start.membership import HAVE_MET
 from decent_optim_wrapper.warn import warn
 
 # In the order of the fields of `Launch` after its launcher.
@@ -243,7 +243,7 @@ def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
         return {}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         whole = TCPStore(launch.master_addr, int(launch.master_port), is_master=False)
-        if whole.check([last_epoch_key()]):
+        if whole.check([HAVE_MET]):
             raise RuntimeError(
                 f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
                 f"group it cannot enter; leave init_distributed() out of the script, and let "

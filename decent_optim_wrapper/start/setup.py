@@ -17,10 +17,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.checks import instance_of
 from decent_optim_wrapper.comm.process_groups import CPU
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Settings, read_timeout
-from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
-from decent_optim_wrapper.elastic.recovery import HandOver, Recovery
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
@@ -35,6 +32,7 @@ from decent_optim_wrapper.start.arguments import (
     local_world_size_of,
     resolve_topology,
 )
+from decent_optim_wrapper.start.membership import Trained
 from decent_optim_wrapper.start.owners import add_owner, settle_owners
 from decent_optim_wrapper.start.pace import check_pace
 from decent_optim_wrapper.start.start import Start, check_same, exchange
@@ -122,7 +120,7 @@ class _Model(NamedTuple):
     replica: Replica
 
 
-def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup, HandOver | None]:
+def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
@@ -130,8 +128,7 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup, HandOver |
         inputs: the inputs of the wrapper.
 
     Returns:
-        The coordinator; the object that adds later parameters; and the one that sends the state to
-        ranks that come back, or None if none can come back.
+        The coordinator, and the object that adds later parameters.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -147,21 +144,24 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup, HandOver |
             # Ranks that gossip along different dimensions would not find each other.
             check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
         transport, topology = _find_ranks(start, inputs.topology)
-    recovery = _meet_in_store(start, topology, settings)
-    transport = recovery.transport if recovery else transport
+    start.meet(topology, settings.schedule.intervals)
+    if membership := start.membership:
+        transport = membership.transport
     with start.failing_together():
-        setup = Setup(start, inputs, model, topology, transport, recovery)
+        setup = Setup(start, inputs, model, topology, transport)
     setup.check(model.parameters, transport)
     model.replica.connect(named.tensor for named in model.parameters)
-    if recovery:
-        session = recovery.open_session()
+    if membership:
+        session = membership.open_session()
     else:
         session = Session.connect(transport, topology, settings.schedule.intervals)
     coordinator = setup.build_coordinator(session)
     coordinator.local_update.set_members(session.transport.world_size)
     setup.start_from_same_values(coordinator)
     add_owner(coordinator)
-    return coordinator, setup, setup.begin_recovery(coordinator)
+    if membership:
+        membership.begin(coordinator, setup.trained)
+    return coordinator, setup
 
 
 def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
@@ -183,28 +183,11 @@ def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transpor
         launched_as = found.launched_as or range(found.world_size)
         own = local_world_size_of(start.arguments, launched_as)
     # In a store the ranks cannot agree yet: each takes the size of its own node for all.
-    if not start.elastic and not (exchange(start.transports, [own])[..., 0] == own).all():
+    if start.elasticity is None and not (exchange(start.transports, [own])[..., 0] == own).all():
         own = 1
     with start.failing_together():
         resolved = resolve_topology(topology, found.world_size, start.arguments, own)
     return transport, resolved
-
-
-def _meet_in_store(start: Start, topology: Topology, settings: Settings) -> Recovery | None:
-    """Connect the ranks in a store if they are elastic; otherwise return None; collective.
-
-    Args:
-        start: reaches the other ranks.
-        topology: the topology of all ranks.
-        settings: the checked settings.
-    """
-    elastic, found = start.arguments.elastic, start.world
-    if elastic is None:
-        return None
-    timeout = read_timeout(settings.timeout) or found.timeout
-    rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
-    epoch = rendezvous.gather(FIRST_NOTE)
-    return Recovery(rendezvous, epoch, topology, settings.schedule, elastic.on_membership_change)
 
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
@@ -254,7 +237,6 @@ class Setup:
         model: the tensors that are trained on this rank.
         topology: the topology of all ranks.
         transport: connects the ranks that gossip.
-        recovery: continues without lost ranks; None if their loss is an error.
     """
 
     def __init__(
@@ -264,7 +246,6 @@ class Setup:
         model: _Model,
         topology: Topology,
         transport: Transport,
-        recovery: Recovery | None,
     ) -> None:
         self._start = start
         self._inputs = inputs
@@ -273,7 +254,7 @@ class Setup:
         # The user's group; None if the ranks meet in a store.
         self.process_group = start.process_group
         self.replica = model.replica
-        self.recovery = recovery
+        self.membership = membership = start.membership
         self._held = HeldTensors(model.held, inputs.model)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
         in_backward = extras.in_backward and not (mixes_early and extras.at_end)
@@ -286,8 +267,8 @@ class Setup:
         ordered = inputs.model if in_backward or mixes_early else None
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
-            # With a recovery gloo exchanges tensors of any device.
-            wire_device=transport.wire_device if recovery is None else lambda _: CPU,
+            # Members that may change exchange tensors of any device over gloo.
+            wire_device=transport.wire_device if membership is None else lambda _: CPU,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=tuple if ordered is None else partial(_params_of, ordered, in_backward),
@@ -300,6 +281,10 @@ class Setup:
         # Torch does not add values of 8 bits.
         real = [n for n, d in extra if (d.is_floating_point or d.is_complex) and d.itemsize > 1]
         self._averaged = HeldTensors(real, inputs.model)
+        # What a rank that comes back receives; the membership needs it.
+        self.trained = Trained(
+            optimizer=inputs.optimizer, held=self._held, parts=extras.parts, layout=self._layout
+        )
         inputs.extensions.attach(
             ExtensionContext(
                 rank=transport.initial_rank,
@@ -312,7 +297,6 @@ class Setup:
                 meter=policy.meter,
             )
         )
-        elastic = start.arguments.elastic
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
         # What must be the same on all ranks, also on ranks that hold other parts of the model.
         self._common = [
@@ -320,8 +304,7 @@ class Setup:
             f"topology {type(topology).__name__} with schedule {topology.digest}",
             *settings.lines(),
             f"optimizer {type(inputs.optimizer).__name__}",
-            *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
-            *(each.describe() for each in extensions),
+            *(each.describe() for each in (start.elasticity, *extensions) if each is not None),
         ]
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
@@ -336,16 +319,16 @@ class Setup:
             # Views exchange their storage in memory order.
             strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
             lines.append(f"{each.describe()}{strides}")
-        text, start, recovery = "\n".join(lines), self._start, self.recovery
+        text, start, membership = "\n".join(lines), self._start, self.membership
         if start.arguments.mesh is not None:
             check_same("\n".join(self._common), start.transports)
             with start.failing_together():
                 check_same(text, [transport])
             exchange(start.transports, ())
-        elif recovery is None or not recovery.joins:
+        elif membership is None or not membership.joins:
             check_same(text, [transport])
-        if recovery:
-            recovery.rendezvous.agree(text, recovery.joins)
+        if membership:
+            membership.agree(text)
 
     def add(self, rounds: Rounds, parameters: Sequence[Named], late: Sequence[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones.
@@ -385,12 +368,12 @@ class Setup:
         options = (self._layout.plain, self._policy.nonfinite, model.replica)
         extra = partial(self._averaged.to_average, *options)
         average = WorldAverage(rounds, model.replica, extra)
-        return Coordinator(rounds, local, average, model.replica, members=self.recovery)
+        return Coordinator(rounds, local, average, model.replica, members=self.membership)
 
     def start_from_same_values(self, coordinator: Coordinator) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, recovery, rounds = self._model.parameters, self.recovery, coordinator.rounds
-        takes = self._settings.sync_at_start and not (recovery and recovery.joins)
+        parameters, members, rounds = self._model.parameters, self.membership, coordinator.rounds
+        takes = self._settings.sync_at_start and not (members and members.joins)
         if takes:
             transport = rounds.session.transport
             held = self._held.on_all_ranks(transport)
@@ -435,18 +418,3 @@ class Setup:
                 f"random, nothing is lost: call torch.manual_seed(0) on all ranks before the model "
                 f"is built"
             )
-
-    def begin_recovery(self, coordinator: Coordinator) -> HandOver | None:
-        """Continue without lost ranks from now on; a rank that joins receives its state."""
-        recovery, inputs = self.recovery, self._inputs
-        if recovery is None:
-            return None
-        hand_over = HandOver(
-            optimizer=inputs.optimizer,
-            coordinator=coordinator,
-            held=self._held,
-            parts=inputs.extras.parts,
-            layout=self._layout,
-        )
-        recovery.begin(coordinator, hand_over)
-        return hand_over

@@ -25,12 +25,13 @@ from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
 from decent_optim_wrapper.comm.store import PATIENCE, late_ranks, warn_of
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.config import read_timeout
 from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.mesh.replica import Dimension, Replica
 from decent_optim_wrapper.start.arguments import Arguments, resolve_process_group, resolve_world
-from decent_optim_wrapper.start.launched_store import StoreWorld
+from decent_optim_wrapper.start.membership import Elasticity, Membership, StoreWorld
+from decent_optim_wrapper.topo import Topology
 
 # A rank and a SHA-256 digest. All exchanges have this size: a failing rank does not know the next
 # one.
@@ -52,17 +53,19 @@ class Start:
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
-        self._built = Rendezvous.built
+        # The ranks that have met in a store; None if they have not, or are fixed.
+        self.membership: Membership | None = None
 
     @property
-    def elastic(self) -> bool:
-        """True if the ranks meet in a store, without a process group for the exchanges."""
-        return isinstance(self.arguments.elastic, Elastic) and self.arguments.mesh is None
+    def elasticity(self) -> Elasticity | None:
+        """How the ranks meet in a store, without a process group; None if they are fixed."""
+        elastic, mesh = self.arguments.elastic, self.arguments.mesh
+        return elastic if isinstance(elastic, Elasticity) and mesh is None else None
 
     @cached_property
     def process_group(self) -> Any | None:
         """The process group; None in a world of one rank, or if the ranks meet in a store."""
-        return None if self.elastic else resolve_process_group(self.arguments)
+        return None if self.elasticity else resolve_process_group(self.arguments)
 
     @cached_property
     def world(self) -> StoreWorld:
@@ -101,6 +104,17 @@ class Start:
         # `Settings` rejects it later; the others are notified with the group's own timeout.
         return None
 
+    def meet(self, topology: Topology, intervals: Intervals) -> None:
+        """Meet the other ranks in a store, unless they are fixed; collective.
+
+        Args:
+            topology: the topology of all ranks.
+            intervals: how often rounds are launched.
+        """
+        if elastic := self.elasticity:
+            world = self.world._replace(timeout=self._timeout or self.world.timeout)
+            self.membership = elastic.meet(world, topology, intervals)
+
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """Send an error of the body to the other ranks, in the exchange in which they wait."""
@@ -131,18 +145,17 @@ class Start:
 
     def _notify_in_store(self, error: Exception) -> None:
         arguments = self.arguments
-        if arguments.elastic is None or arguments.mesh is not None:
+        are_fixed = arguments.elastic is None or arguments.mesh is not None
+        if are_fixed or self.membership or isinstance(error, PeerError):
+            # Or they have met there already, or the store itself does not answer.
             return
-        if isinstance(error, PeerError) or Rendezvous.built != self._built:
-            # The store itself does not answer, or the ranks have met there already.
-            return
+        found, elastic = self.elasticity, self.elasticity or Elasticity.default()
         # If `elastic` is the wrong argument, the others may be in the process group's store.
-        wrong = not self.elastic
-        world = resolve_world(replace(arguments, elastic=Elastic())) if wrong else self.world
-        Rendezvous.tell_failure(world.store, world.rank, error)
+        world = self.world if found else resolve_world(replace(arguments, elastic=elastic))
+        elastic.tell_failure(world, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:
-        if self.elastic:
+        if self.elasticity:
             return
         if self.arguments.elastic is not None:
             # The others may never come here.

@@ -1,41 +1,80 @@
-"""The store that a launcher names: one in etcd, or the store of our own launcher or of torchrun."""
+"""The store that a launcher names: one in etcd by its URL, or the launcher's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
-from torch.distributed.constants import default_pg_timeout
 
-from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
 from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.elastic.stores.etcd_store import EtcdStore, read_endpoint
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.start.launch import find_launch
+from decent_optim_wrapper.start.membership import StoreWorld
 
+# The environment variable that holds it.
+STORE_VARIABLE = "DECENT_STORE"
+EXAMPLE = "etcd://host1:2379,host2:2379,host3:2379/my-run"
+_OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
 # The process that holds the store may still be starting. If it has ended, no rank waits for long.
 _SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
 
 
-class StoreWorld(NamedTuple):
-    """The ranks that gossip, and the store in which they can meet.
+class StoreUrl(NamedTuple):
+    """Where a store is, such as ``etcd://host1:2379,host2:2379,host3:2379/my-run?ca_cert=ca.pem``.
 
     Args:
-        store: a connection to it; None if the ranks have none.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: bound of every wait.
-        launched_as: the number that the launcher gave to each rank; empty if it is the same.
+        text: the URL.
+        endpoints: host and port of each server, separated by commas.
+        prefix: of all keys.
+        options: further arguments of `EtcdStore`, by name.
     """
 
-    store: Any
-    rank: int
-    world_size: int
-    timeout: timedelta = default_pg_timeout
-    launched_as: Sequence[int] = ()
+    text: str
+    endpoints: str
+    prefix: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> StoreUrl:
+        """Read a URL.
+
+        Raises:
+            ValueError: it is malformed. Of what may be a password, the text quotes nothing.
+        """
+        scheme, _, place = text.partition("://")
+        place, _, query = place.partition("?")
+        endpoints, _, prefix = place.partition("/")
+        if scheme != "etcd" or not prefix:
+            what = "without a prefix" if scheme == "etcd" else "of another kind"
+            raise ValueError(f"expected a store as {EXAMPLE!r}, got one {what}")
+        for each in endpoints.split(","):
+            read_endpoint(each)
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        if ";" in text or not options.keys() <= _OPTIONS:
+            raise ValueError(
+                f"expected options of the store etcd://{endpoints} as in ?ca_cert=ca.pem&user=me, "
+                f"of {', '.join(sorted(_OPTIONS))}, got others; write & and ; in a value as %26 "
+                f"and %3B"
+            )
+        return cls(text=text, endpoints=endpoints, prefix=prefix, options=options)
+
+    def open(self, timeout: timedelta) -> EtcdStore:
+        """The store.
+
+        Args:
+            timeout: bound of each of its calls.
+
+        Raises:
+            ModuleNotFoundError: the extra is not installed.
+            ValueError: one of a pair of options is missing.
+        """
+        return EtcdStore(self.endpoints, self.prefix, timeout, **self.options)
 
 
 def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -> StoreWorld | None:
