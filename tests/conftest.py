@@ -46,6 +46,15 @@ os.environ.setdefault("DECENT_LOG", "off")
 os.environ.setdefault("SOAK_SEED", datetime.now(UTC).strftime("%Y%m%d"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the workers, which would otherwise import torch each for itself."""
+    from forked import forked_python
+
+    for spec in specs:
+        spec.python = forked_python()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the seed of the soak, also where it passes."""
     terminalreporter.write_line(f"SOAK_SEED={os.environ['SOAK_SEED']}")
@@ -95,10 +104,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     runs = not session.config.option.collectonly
     if runs and any(item.get_closest_marker("slow") for item in session.items):
-        from ranks import start_process
+        from forked import start_process
 
-        # What ranks print belongs to a test, and not between the dots.
-        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()
         start_process(os.getpid).join()
-        capture.suspend_global_capture()

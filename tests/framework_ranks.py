@@ -15,8 +15,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from forked import PROCESSES
 from framework_problem import RANKS
-from ranks import PROCESSES, begin_process, environment, launcher_store
+from ranks import begin_process, environment, launcher_store
 
 # Runs a function of the rank on all ranks, and returns their results.
 Run = Callable[..., list[Any]]
@@ -29,7 +30,7 @@ SECONDS = 110
 def ranks_with(*modules: str) -> Iterator[Run]:
     """Import modules in one process, and run functions on ranks that are forked from it.
 
-    The preloads of `ranks.PROCESSES` would import them for every worker.
+    The preloads of `forked.PROCESSES` would import them for every worker.
     """
     host = ProcessPoolExecutor(1, PROCESSES, _import, modules)
     pid = host.submit(os.getpid).result(SECONDS)

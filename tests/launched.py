@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Self
 from unittest import mock
 
-from ranks import print_to, start_process
+from forked import start_process
+from ranks import print_to
 
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.launcher import nodes, program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import sys
 import threading
@@ -14,10 +13,7 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -26,39 +22,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from forked import PROCESSES, start_process
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
-
-PROCESSES = multiprocessing.get_context("forkserver")
-# What tests and examples import: once, in the process from which all ranks are forked.
-IMPORTED_ONCE = (
-    *("torch._dynamo", "torch.distributed.checkpoint", "decent_optim_wrapper"),
-    *("sklearn.datasets", "torchvision", "tqdm", "meshes", "modules", "restartable_processes"),
-)
-
-
-@cache
-def start_server() -> None:
-    """Start the process from which ranks are forked.
-
-    It imports the tests, too. Each rank would do so for a tenth of a second, more than many a rank
-    computes.
-    """
-    tests = [name for name in sys.modules if name.startswith("test_")]
-    PROCESSES.set_forkserver_preload([*IMPORTED_ONCE, *tests])
-    # Where it finds them; Python 3.11 does not tell it.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()
-
-
-def start_process(target: Callable[..., Any], *args: Any, daemon: bool = True) -> ForkServerProcess:
-    """Start a process that calls `target(*args)`; a daemon cannot start processes itself."""
-    start_server()
-    process = PROCESSES.Process(target=target, args=args, daemon=daemon)
-    process.start()
-    return process
 
 
 def process_group(store: Store, rank: int, world_size: int) -> dist.ProcessGroup:

@@ -10,8 +10,8 @@ from unittest import mock
 
 import after_a_kill
 import pytest
+from forked import start_process
 from launched import children, hurried, launch
-from ranks import start_process
 
 
 @pytest.mark.slow

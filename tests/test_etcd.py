@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from etcd_servers import EtcdServers, etcd_servers, free_ports
-from ranks import begin_process, end_interpreter, start_process
+from forked import start_process
+from ranks import begin_process, end_interpreter
 from restartable_processes import Failure, RestartableProcesses, StoreProcess, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError

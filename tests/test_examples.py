@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from framework_ranks import run_example
@@ -40,14 +40,14 @@ def fork_from_here() -> None:
     importlib.import_module("matplotlib.pyplot")
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
-    ranks.PROCESSES = fork  # type: ignore[assignment]
-    ranks.start_server = lambda: None  # type: ignore[assignment]
+    forked.PROCESSES = fork  # type: ignore[assignment]
+    forked.start_server = lambda: None  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Executor]:
     """The process from which the examples are forked."""
-    with ProcessPoolExecutor(1, ranks.PROCESSES, fork_from_here) as executor:
+    with ProcessPoolExecutor(1, forked.PROCESSES, fork_from_here) as executor:
         yield executor
 
 

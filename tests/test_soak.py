@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import soak
 from faults import HARMLESS, LINKS, Kind, draw_faults
-from ranks import start_server
+from forked import start_server
 from soak import Failure, Footprint, Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
