@@ -494,9 +494,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             tensor: a tensor of the same shape and dtype on all ranks.
 
         Returns:
-            Tensor of shape (world_size, *tensor.shape) on the CPU, in the order of `members`. On a
-            mesh the shape is (world_size * ranks of a replica, *tensor.shape), one replica after
-            the other.
+            Tensor of shape ``(world_size, *tensor.shape)`` on the CPU, in the order of `members`.
+            On a mesh the shape is ``(world_size * ranks of a replica, *tensor.shape)``, one replica
+            after the other.
 
         Raises:
             PeerError: a rank did not answer.

@@ -30,14 +30,16 @@ from torch import Tensor, nn
 from decent_optim_wrapper.launcher.options import add_arguments
 
 ROOT = Path(__file__).parent.parent
-GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
-CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
-ELASTIC = ROOT / "examples" / "guides" / "elastic.md"
+FOLDER = ROOT / "examples" / "guides"
+GUIDES = [page for page in sorted(FOLDER.glob("*.md")) if page.stem != "README"]
+CLUSTERS = FOLDER / "clusters.md"
+ELASTIC = FOLDER / "elastic.md"
 FIRST_HOUR = ROOT / "examples" / "first_hour.md"
 TESTS = Path(__file__).parent / "README.md"
-# A reference, whose code is signatures; lists of changes and of errors; pages of whole scripts, and
-# one that test_from_decent_dp.py runs.
-NOT_RUN = {"api", "changes", "troubleshooting", "first_hour", "from_decent_dp"}
+# Without Python to run.
+LISTS = [FOLDER / "README.md", *sorted((FOLDER / "reference").glob("*.md"))]
+# Lists of changes and of errors; pages of whole scripts, and one that test_from_decent_dp.py runs.
+NOT_RUN = {"changes", "troubleshooting", "first_hour", "from_decent_dp"}
 PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
 RANKS = {"mesh": 8, "checkpoints": 4, "topologies": 4}
 
@@ -272,7 +274,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, TESTS], ids=lambda page: f"{page.parent.name}_{page.stem}"
+    "page", [*PAGES, *LISTS, TESTS], ids=lambda page: f"{page.parent.name}_{page.stem}"
 )
 def test_links_lead_somewhere_and_a_block_is_run_or_says_why_not(page: Path) -> None:
     links = [link for link in LINK.findall(prose(page)) if not link.startswith("https://")]
@@ -286,10 +288,10 @@ def test_links_lead_somewhere_and_a_block_is_run_or_says_why_not(page: Path) -> 
         assert (ROOT / name).is_file(), name
     for block in blocks_of(page):
         # A drawing is text.
-        runs = block.info in ("python", "sh", "text", "yaml") or page == TESTS
+        runs = block.info in ("python", "sh", "text", "yaml", "{eval-rst}") or page == TESTS
         assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
 
 
 def test_every_guide_is_linked_from_the_readme() -> None:
     links = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(prose(PAGES[0]))}
-    assert set(PAGES[1:]) <= links
+    assert {*PAGES[1:], FOLDER / "reference" / "README.md"} <= links

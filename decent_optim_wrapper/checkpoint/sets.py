@@ -91,7 +91,7 @@ class Checkpoints:
 
         Args:
             step: number of steps done, the same on all ranks, above the step of the last set.
-            state: ``state_dict()``s, tensors, numbers, strings and containers of these.
+            state: state dicts, tensors, numbers, strings and containers of these.
 
         Raises:
             ValueError: `step` is not above the last one or differs between ranks; raised on all
@@ -135,7 +135,7 @@ class Checkpoints:
             same_world: use only sets of this number of ranks.
 
         Returns:
-            The step and the state for this rank, or None if no set is complete: start at step 0.
+            The step and the state for this rank, or None if no set is complete (start at step 0).
 
         Raises:
             ValueError: a replica is spread in another way than when the set was saved, or a set of

@@ -167,7 +167,7 @@ class ElasticSampler(Sampler[list[int]]):
             )
 
     def summary(self, heard: Mapping[int, str]) -> Any:
-        """Return what the other ranks must know of this one; see `Follower`."""
+        """Return what the other ranks must know of this one."""
         return Summary(
             dealing=self._dealing.packed,
             done=self._done,
@@ -177,7 +177,7 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     def follow(self, summaries: Mapping[int, Any], newcomers: Collection[int]) -> None:
-        """Deal the remaining samples to the present members; see `Follower`.
+        """Deal the remaining samples to the present members.
 
         Raises:
             ValueError: the sampler of another rank has other arguments.

@@ -40,7 +40,7 @@ class DecentralizedDataParallel(Module):
     As soon as all gradients of a bucket are complete, the bucket is updated and launched, and its
     gradients are freed, so memory never holds many more gradients than one bucket has. The
     bucket is mixed right before the next forward pass reads it. Do not call `step()` or
-    `zero_grad()`:
+    `zero_grad()`::
 
         model = DecentralizedDataParallel(model, optim_fn, topology="ring")
         for batch in loader:

@@ -29,10 +29,10 @@ class GossipStrategy(DDPStrategy):
 
     Every optimizer of the module is wrapped. Validation and checkpoints use the average over all
     ranks, and the average is kept at the end of `fit`. Samplers, metrics and launchers work as with
-    `DDPStrategy`.
+    ``DDPStrategy``.
 
     Args:
-        ddp: arguments for `DDPStrategy`, such as `process_group_backend` and `start_method`.
+        ddp: arguments for ``DDPStrategy``, such as `process_group_backend` and `start_method`.
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
     """
 
@@ -160,7 +160,7 @@ class GossipFabricStrategy(FabricDDPStrategy):
     returns have the methods of the wrapper: evaluate and save inside ``optimizer.averaged()``.
 
     Args:
-        ddp: arguments for Fabric's `DDPStrategy`, such as `process_group_backend`.
+        ddp: arguments for Fabric's ``DDPStrategy``, such as `process_group_backend`.
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
     """
 

@@ -16,7 +16,7 @@ def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dic
             it nothing is communicated.
 
     Returns:
-        Numbers by name: ``gossip/bytes``, ``gossip/wait_seconds`` (waiting for communication),
+        Values for ``gossip/bytes``, ``gossip/wait_seconds`` (waiting for communication),
         ``gossip/mix_seconds``, ``gossip/update_seconds``, ``gossip/staleness``, ``gossip/skipped``
         and ``gossip/consensus_distance``.
     """

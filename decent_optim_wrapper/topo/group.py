@@ -43,7 +43,7 @@ class Group:
 
     @property
     def copies_sent(self) -> float:
-        """Copies of the parameters that a member sends: 1 in a pair, otherwise 2 (m - 1) / m."""
+        """Copies of the parameters that a member sends; 1 in a pair, otherwise 2 (m - 1) / m."""
         if self.size <= 2:
             return float(self.size - 1)
         return 2 * (self.size - 1) / self.size
