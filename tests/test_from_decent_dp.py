@@ -182,12 +182,12 @@ def test_both_libraries_go_the_same_way(name: str, base: str, four_ranks: KeptRa
         assert away.min() > 100 * tolerance, "the order of the phases shows"
 
 
-GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "from_decent_dp.md"
+GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "module.md"
 
 
 def code(title: str) -> str:
     """The block of the guide under that comment."""
-    found = re.search(rf"<!-- {title} -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    found = re.search(rf"<!-- {title} -->\n```python.*?\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert found is not None, title
     return found[1]
 

@@ -38,8 +38,8 @@ FIRST_HOUR = ROOT / "examples" / "first_hour.md"
 TESTS = Path(__file__).parent / "README.md"
 # Without Python to run.
 LISTS = [FOLDER / "README.md", *sorted((FOLDER / "reference").glob("*.md"))]
-# Lists of changes and of errors; pages of whole scripts, and one that test_from_decent_dp.py runs.
-NOT_RUN = {"changes", "troubleshooting", "first_hour", "from_decent_dp"}
+# Lists of changes and of errors; a page of whole scripts.
+NOT_RUN = {"changes", "troubleshooting", "first_hour"}
 PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
 RANKS = {"mesh": 8, "checkpoints": 4, "topologies": 4}
 

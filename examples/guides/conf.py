@@ -32,7 +32,7 @@ CONTENTS = {
     "examples/guides/README": tuple(
         f"examples/guides/{page}"
         for page in (
-            *("training", "schedules", "topologies", "options", "backward", "from_decent_dp"),
+            *("training", "schedules", "topologies", "options", "module"),
             *("checkpoints", "elastic", "stores", "data", "clusters", "frameworks", "mesh", "gpu"),
             *("troubleshooting", "extending", "how_it_works"),
         )
