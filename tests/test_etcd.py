@@ -34,7 +34,7 @@ from decent_optim_wrapper.launcher import nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-GUIDE = Path(__file__).parents[1] / "examples" / "guides" / "stores.md"
+GUIDE = Path(__file__).parents[1] / "examples" / "guides" / "elastic.md"
 # What a busy machine may take longer than a bound.
 SLACK = 10.0
 

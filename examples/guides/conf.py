@@ -33,7 +33,7 @@ CONTENTS = {
         f"examples/guides/{page}"
         for page in (
             *("training", "schedules", "topologies", "options", "module"),
-            *("checkpoints", "elastic", "stores", "data", "clusters", "frameworks", "mesh", "gpu"),
+            *("checkpoints", "elastic", "clusters", "frameworks", "mesh", "gpu"),
             *("troubleshooting", "extending", "how_it_works"),
         )
     ),
