@@ -16,8 +16,10 @@ import torch.distributed as dist
 from covering_arrays import named, pairwise
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
+from torch import Tensor
 
 from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule, StateAverage
+from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.wire.messages import Messages
@@ -70,6 +72,14 @@ def test_a_rank_in_another_method_is_found_within_the_round(
     assert all(any(way in text for way in ways) for text in theirs)
 
 
+def test_each_field_of_a_header_is_read_as_it_was_written() -> None:
+    written = RoundHeader(*range(1, 1 + len(RoundHeader._fields)))
+    read = RoundHeader.decode(written.encode())
+    rows = zip(RoundHeader._fields, written, read, strict=True)
+    differing = {name: f"written {one}, read {other}" for name, one, other in rows if one != other}
+    assert not differing, f"encode() and decode() of RoundHeader disagree: {differing}"
+
+
 @pytest.mark.parametrize(
     ("overlap", "field", "value"),
     [
@@ -85,11 +95,12 @@ def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
 ) -> None:
     send = Messages.send
 
-    def send_wrong(self: Messages, numbers: Any, tag: int, bucket: int) -> list[PendingMessage]:
-        errs = self._wire.transport.rank == 1 and isinstance(numbers, RoundHeader)
-        if errs and numbers.round >= 2:
-            numbers = numbers._replace(**{field: value})
-        return send(self, numbers, tag, bucket)
+    def send_wrong(self: Messages, message: Tensor, tag: int, bucket: int) -> list[PendingMessage]:
+        if tag == tags.HEADER and self._round.transport.rank == 1:
+            header = RoundHeader.decode(message)
+            if header.round >= 2:
+                message = header._replace(**{field: value}).encode()
+        return send(self, message, tag, bucket)
 
     monkeypatch.setattr(Messages, "send", send_wrong)
 

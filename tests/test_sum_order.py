@@ -13,9 +13,23 @@ from ranks import run_threads
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip import round as round_module
+from decent_optim_wrapper.gossip import rounds as rounds_module
+from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.wire.sum_order import SumOrder
 
 RANKS, STEPS = 3, 5
+
+
+class WiderHeader(RoundHeader):
+    """A header to which a field was added at the end."""
+
+    def encode(self) -> Tensor:
+        return torch.cat([super().encode(), torch.full([1], 100.0, dtype=torch.float64)])
+
+    @classmethod
+    def decode(cls, message: Tensor) -> RoundHeader:
+        return super().decode(message[:-1])
 
 
 @pytest.mark.parametrize("summed", [0, 1])
@@ -53,3 +67,8 @@ def test_the_order_of_the_sums_changes_no_bit(summed: int, monkeypatch: pytest.M
     assert orders == [given[0]] * 2 + [expected_order] * (STEPS - 2)
     assert orders != given
     assert all(map(torch.equal, rows, expected))
+    for module in (round_module, rounds_module):
+        monkeypatch.setattr(module, "RoundHeader", WiderHeader)
+    assert trained(summed)[1] == orders, (
+        "a header with one more field is read by position, not name"
+    )

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from decent_optim_wrapper.comm.tags import ANNOUNCEMENT
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, WireError
-
-# One below the first tag of all other messages.
-_TAG = -1
 
 
 class Announcement(NamedTuple):
@@ -40,7 +38,7 @@ def send_to_all(message: Tensor, transport: Transport) -> Announcement:
     """
     try:
         # In pairs: a collective would have to come in the same order on all ranks.
-        messages = transport.send_control(message, transport.others, _TAG)
+        messages = transport.send_control(message, transport.others, ANNOUNCEMENT)
     except WireError as error:
         raise transport.lose_in_collective(transport.others, error) from error
     expected = [Expected(each.works, 0, (each.rank,)) for each in messages]

@@ -20,6 +20,7 @@ from decent_optim_wrapper.comm.connections import Closure, Connections
 from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import OnStream, PostingThread
+from decent_optim_wrapper.comm.tags import FIRST as _FIRST_TAG
 from decent_optim_wrapper.comm.waiting import (
     PendingMessage,
     Waitable,
@@ -30,9 +31,6 @@ from decent_optim_wrapper.comm.waiting import (
 from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.topo import Group
 
-# Tags below are left to the user's own point-to-point traffic on the same process group, except
-# one, for messages to all ranks.
-_FIRST_TAG = 1 << 20
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 

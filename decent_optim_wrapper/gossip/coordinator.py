@@ -20,6 +20,7 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.gossip.round import RoundState
 from decent_optim_wrapper.gossip.rounds import Rounds
 
 Result = TypeVar("Result")
@@ -155,7 +156,7 @@ class Coordinator:
                 )
             if (flying := self.rounds.in_flight) is None:
                 return
-            if not flying.mixing_has_begun:
+            if flying.state is not RoundState.MIXING:
                 # A step has launched it, and the parameters were not checked since.
                 self.rounds.check_parameters()
             if self.replica.may_gather:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum, unique
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError
@@ -45,6 +47,8 @@ def text_of_call(number: float) -> str:
 class RoundHeader(NamedTuple):
     """The header of a round, which says what a rank is about to do.
 
+    All numbers are exact in float64, such as counts below 2**53. A received header may hold any.
+
     Args:
         call: the method that the rank is in.
         round: the number of the round that the method launches, or of the next one.
@@ -61,11 +65,20 @@ class RoundHeader(NamedTuple):
     sums_first: int = 0
     summed: int = 0
 
-    def check(self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool) -> None:
-        """Compare with the message of another rank.
+    def encode(self) -> Tensor:
+        """Return the message that `decode` reads."""
+        return torch.tensor(self, dtype=torch.float64, device="cpu")
+
+    @classmethod
+    def decode(cls, message: Tensor) -> RoundHeader:
+        """Return the header in a message."""
+        return cls(*message.tolist())
+
+    def check(self, other: RoundHeader, rank: int, own_rank: int, same_rate: bool) -> None:
+        """Compare with the header of another rank.
 
         Args:
-            message: the numbers in the header of the other rank.
+            other: the header of the other rank.
             rank: the other rank.
             own_rank: this rank.
             same_rate: whether the mixing rates must be the same. Ranks at different steps may have
@@ -75,30 +88,30 @@ class RoundHeader(NamedTuple):
             CallOrderError: the other rank is in another method or round, or has another rate or
                 other references.
         """
-        call, round, rate, coded_rounds, sums_first, summed = message
         # Each rank may have loaded its own round.
         any_round = not same_rate and self.call is CollectiveCall.LOADED
-        if call != self.call or (round != self.round and not any_round):
+        if other.call != self.call or (other.round != self.round and not any_round):
             expected = f"in {self.call} at round {self.round}"
-            found = f"is in {text_of_call(call)} at round {round:.0f}"
+            found = f"is in {text_of_call(other.call)} at round {other.round:.0f}"
             remedy = (
                 "call the same methods in the same order on every rank, and step() equally often "
                 "(torch.distributed.algorithms.Join for uneven data)"
             )
-            if CollectiveCall.LOADED in (call, self.call):
+            if CollectiveCall.LOADED in (other.call, self.call):
                 remedy = "load states of the same step on all ranks, or on none"
             remedy += ". Is one of the calls inside an `if rank == 0` branch?"
-        elif rate != self.mixing_rate and (same_rate or not 0 < rate <= 1):
+        elif (rate := other.mixing_rate) != self.mixing_rate and (same_rate or not 0 < rate <= 1):
             expected = f"to mix round {self.round} with mixing_rate={self.mixing_rate}"
             found = f"has {rate}"
             remedy = "set the same rate on every rank before the same step()"
-        elif coded_rounds != self.coded_rounds:
+        elif other.coded_rounds != self.coded_rounds:
             expected = f"to share references after {self.coded_rounds} coded rounds"
-            found = f"has coded {coded_rounds:.0f}, and would decode wrong values"
+            found = f"has coded {other.coded_rounds:.0f}, and would decode wrong values"
             remedy = "load checkpoints of the same step on all ranks, or on none"
-        elif sums_first != self.sums_first or not 0 <= summed < 1 << 53:
+        elif other.sums_first != self.sums_first or not 0 <= other.summed < 1 << 53:
             expected = f"to sum {self.sums_first} buckets first"
-            found = f"sums {sums_first:.0f}, proposes {summed:.0f}, and would add up other buckets"
+            first, summed = other.sums_first, other.summed
+            found = f"sums {first:.0f}, proposes {summed:.0f}, and would add up other buckets"
             remedy = "restart all ranks from a checkpoint"
         else:
             return

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.wire.bucket import Bucket, changed_since
-from decent_optim_wrapper.wire.exchange import HEADER_TAG, Exchange, PlainExchange, Wire
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.exchange import Exchange, RoundContext
 from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
@@ -39,6 +41,20 @@ class RoundPolicy(NamedTuple):
     in_backward_order: bool = False
 
 
+class RoundState(Enum):
+    """How far a round is.
+
+    Attributes:
+        LAUNCHED: announced; its buckets are posted one by one.
+        RECEIVED: the headers and at least a bucket have arrived.
+        MIXING: at least a bucket is mixed.
+    """
+
+    LAUNCHED = auto()
+    RECEIVED = auto()
+    MIXING = auto()
+
+
 class Round:
     """One round of one rank, from its launch to its mixing.
 
@@ -54,7 +70,9 @@ class Round:
     ) -> None:
         group, transport = plan.group, session.transport
         references = session.references.groups.get(group.ranks)
+        mixes_now = policy.pacing.mixes_early or policy.pacing.mixes_in_step(header.round)
         self.plan = plan
+        self.state = RoundState.LAUNCHED
         # Number of steps since its launch.
         self.age = 0
         # The order in which buckets are posted.
@@ -65,20 +83,20 @@ class Round:
             sums_first=self.order.first,
             summed=self.order.summed,
         )
-        self._transport = transport
         self._policy = policy
-        self._wire = Wire(
+        self._context = RoundContext(
             transport=transport,
             group=group,
             peers=tuple(filter(transport.rank.__ne__, group.ranks)),
-            round=header.round,
+            number=header.round,
             is_average=plan.kind is RoundKind.AVERAGE,
             references=references,
             needs_snapshot=policy.pacing.needs_snapshot,
+            may_change=not (mixes_now or policy.pacing.needs_snapshot),
             nonfinite=policy.nonfinite,
         )
-        self.messages = Messages(self._wire, session.topology)
-        self.flags = FiniteFlags(self._wire)
+        self.messages = Messages(self._context, session.topology)
+        self.flags = FiniteFlags(self._context)
         # The thread that waits for it, if there is one.
         self._watch: Arrival | None = None
         # The mixing rate of all ranks of the group.
@@ -86,16 +104,9 @@ class Round:
         self._headers: list[PendingMessage] = []
         # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
-        # Whether any bucket is mixed.
-        self.mixing_has_begun = False
         self._exchanges: dict[Bucket, Exchange] = {}
-        self._moves_references = False
-        # The stamps of the buckets whose parameters must not be changed by hand meanwhile, and of
-        # those whose parameters may be.
+        # The stamps of the buckets for which it is noticed if others change the parameters.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
-        self._watched: dict[Bucket, tuple[PlainExchange, tuple[int, ...]]] = {}
-        mixes_now = policy.pacing.mixes_early or policy.pacing.mixes_in_step(header.round)
-        self._watches = not (mixes_now or policy.pacing.needs_snapshot)
 
     def open(self, age: int) -> Round:
         """Begin to exchange headers with the group.
@@ -105,7 +116,7 @@ class Round:
         """
         self.age = age
         # Before the buckets: larger groups sum, and would add up whatever comes first.
-        self._headers = self.messages.send(self._header, HEADER_TAG, 0)
+        self._headers = self.messages.send(self._header.encode(), tags.HEADER, 0)
         return self
 
     def count_step(self) -> None:
@@ -135,26 +146,23 @@ class Round:
             self._post(each, {})
 
     def _post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor]) -> None:
-        keeps = self._wire.needs_snapshot
-        if not bucket.numel or self.messages.failure or (self._wire.group.size == 1 and not keeps):
+        keeps = self._context.needs_snapshot
+        is_empty = not bucket.numel or (self._context.group.size == 1 and not keeps)
+        if is_empty or self.messages.failure:
             return
         meter = self._policy.meter
         with meter.launch:
-            exchange = exchange_of(self._wire, bucket, len(self._exchanges))
+            exchange = exchange_of(self._context, bucket, len(self._exchanges))
             exchange.pack(snapshot)
             self._exchanges[bucket] = exchange
-            self._moves_references |= exchange.uses_reference
+            early = self._policy.pacing.mixes_early
             is_own = bucket in self.unmixed
-            early = self._policy.pacing.mixes_early and is_own and not bucket.is_sharded
-            if not keeps and (early or bucket.is_sent_in_place):
+            must_stay = bucket.is_sent_in_place or (early and is_own and not bucket.is_sharded)
+            if not keeps and (must_stay or (is_own and exchange.allow_changes())):
                 self._stamps[bucket] = bucket.stamps
-            elif self._watches and is_own and isinstance(exchange, PlainExchange):
-                if bucket.changes_in_flight is not False:
-                    exchange.keep_sent()
-                self._watched[bucket] = exchange, bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)
-            if self._policy.pacing.mixes_early and not exchange.has_own_flag:
+            if early and not exchange.has_own_flag:
                 flag = partial(self.flags.send, [exchange], self.messages)
                 self.messages.run(flag, exchange)
 
@@ -172,7 +180,7 @@ class Round:
         posted = [] if thread else self._expected()
 
         def further() -> list[Expected]:
-            if any(each.message[0].item() != self._header.call for each in headers):
+            if any(RoundHeader.decode(e.message).call != self._header.call for e in headers):
                 # That rank sends no buckets, and `receive` raises.
                 return []
             if thread is None:
@@ -185,7 +193,7 @@ class Round:
 
     def _expected(self) -> list[Expected]:
         """The messages that are to arrive after the headers."""
-        peers = self._wire.peers
+        peers = self._context.peers
         expected = [
             Expected(each.works, each.position, peers, each.on_gpu)
             for each in self._exchanges.values()
@@ -237,18 +245,16 @@ class Round:
         if self._watch is not None:
             messages.wait_for(self._watch)
         self._receive_headers()
-        exchanges = self._exchanges.values() if bucket is None else self._with_attached(bucket)
-        for exchange in exchanges:
-            messages.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
-        if bucket is None:
-            self._stamps.clear()
-        else:
-            self._stamps.pop(bucket, None)
-        if self._moves_references and self._wire.references is not None:
-            # Once, as soon as a part of the round has arrived.
-            self._wire.references.count_round()
-            self._moves_references = False
-        for exchange in exchanges:
+        received = self._exchanges if bucket is None else self._with_attached(bucket)
+        for each, exchange in received.items():
+            messages.wait(exchange.works, exchange.position, self._context.peers, exchange.on_gpu)
+            if not exchange.may_change:
+                self._stamps.pop(each, None)
+        if self.state is RoundState.LAUNCHED:
+            self.state, references = RoundState.RECEIVED, self._context.references
+            if references and any(each.uses_reference for each in self._exchanges.values()):
+                references.count_round()
+        for exchange in received.values():
             if exchange.has_own_flag:
                 self.flags.read_pair(exchange)
             elif flags := self.flags.of(exchange):
@@ -256,53 +262,51 @@ class Round:
                     messages.wait(message.works, flags.positions[-1], (message.rank,))
                 self.flags.read(flags)
 
-    def _with_attached(self, bucket: Bucket) -> list[Exchange]:
+    def _with_attached(self, bucket: Bucket) -> dict[Bucket, Exchange]:
         """The exchanges of a bucket that is not mixed yet, and of the buckets attached to it."""
-        found = (self._exchanges.get(each) for each in (bucket, *self.unmixed[bucket]))
-        return [each for each in found if each is not None]
+        buckets = (bucket, *self.unmixed[bucket])
+        return {each: self._exchanges[each] for each in buckets if each in self._exchanges}
 
     def _receive_headers(self) -> None:
         for each in self._headers:
             self.messages.wait(each.works, 0, (each.rank,))
-        for each in self._headers:
-            message = each.message.tolist()
-            if message == [*self._header]:
-                continue
+        transport = self._context.transport
+        others = [RoundHeader.decode(each.message) for each in self._headers]
+        for each, other in zip(self._headers, others, strict=True):
             try:
-                ranks = self._transport.members[each.rank], self._transport.initial_rank
-                self._header.check(message, *ranks, self._policy.pacing.synchronous)
+                ranks = transport.members[each.rank], transport.initial_rank
+                self._header.check(other, *ranks, self._policy.pacing.synchronous)
             except CallOrderError as error:
                 # This rank leaves the round, and the others must notice, or they would wait for it.
-                self._transport.fail(error)
+                transport.fail(error)
                 raise
-            self._rate = min(self._rate, RoundHeader(*message).mixing_rate)
-        if self.order is not GIVEN_ORDER and self._headers:
-            self.order.agree(each.message[-1].item() for each in self._headers)
+            self._rate = min(self._rate, other.mixing_rate)
+        if self.order is not GIVEN_ORDER and others:
+            self.order.agree(other.summed for other in others)
         self._headers = []
 
     @property
     def is_outdated(self) -> bool:
         """True if parameters have changed since the launch, as far as that is noticed."""
-        watched = {bucket: stamps for bucket, (_, stamps) in self._watched.items()}
-        return any(b.stamps != stamps for b, stamps in (self._stamps | watched).items())
+        return any(bucket.stamps != stamps for bucket, stamps in self._stamps.items())
 
     def changed_in_flight(self) -> Sequence[Tensor]:
         """Note what others have changed since the launch; return what must not have been."""
         changed: list[Tensor] = []
         for bucket, stamps in self._stamps.items():
-            changed += changed_since(stamps, bucket)
-        for bucket, (exchange, stamps) in self._watched.items():
-            if bucket.stamps != stamps or bucket.changes_in_flight is None:
+            exchange = self._exchanges[bucket]
+            is_first = exchange.may_change and bucket.changes_in_flight is None
+            if is_first or bucket.stamps != stamps:
                 changed += exchange.note_changes(stamps)
         return changed
 
     def watch_again(self) -> None:
         """Do not take for a change that an average was in place since the last check."""
-        self._watched = {b: (exchange, b.stamps) for b, (exchange, _) in self._watched.items()}
+        self._stamps = {bucket: bucket.stamps for bucket in self._stamps}
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
-        self.mixing_has_begun = True
+        self.state = RoundState.MIXING
         for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
             if exchange is not None:
@@ -315,11 +319,11 @@ class Round:
             checked = None if flags is None else flags.on_gpu
             works = [*exchange.works, *(checked.works if checked else ())]
             # The stream that mixes may be another one than the stream that has received.
-            self.messages.wait(works, exchange.position, self._wire.peers)
+            self.messages.wait(works, exchange.position, self._context.peers)
             if checked:
                 exchange.apply_usable(rate, checked.usable(exchange))
                 return
-        present: tuple[int, ...] | list[int] = self._wire.group.ranks
+        present: tuple[int, ...] | list[int] = self._context.group.ranks
         if self.flags.refused:
             left_out = self.flags.refused.get(exchange.position, ())
             present = [rank for rank in present if rank not in left_out]
@@ -340,7 +344,7 @@ class Round:
     def refuses(self, bucket: Bucket) -> bool:
         """Return whether a bucket, or one attached to it, has values that must not be mixed."""
         refused = self.flags.refused
-        return any(each.position in refused for each in self._with_attached(bucket))
+        return any(e.position in refused for e in self._with_attached(bucket).values())
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
@@ -348,6 +352,5 @@ class Round:
         self.unmixed.clear()
         self._exchanges.clear()
         self._stamps.clear()
-        self._watched.clear()
         self._headers = []
         self.flags.drop()

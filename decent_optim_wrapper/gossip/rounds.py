@@ -16,7 +16,7 @@ from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
-from decent_optim_wrapper.gossip.round import Round, RoundPolicy
+from decent_optim_wrapper.gossip.round import Round, RoundPolicy, RoundState
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -265,7 +265,7 @@ class Rounds:
 
     def begin_mixing(self, round: Round) -> None:
         """Call `arrived` of the extensions, before the first bucket of a round is mixed."""
-        if not round.mixing_has_begun:
+        if round.state is not RoundState.MIXING:
             for extension in self.extensions.all:
                 extension.arrived(round.plan.kind, self.buckets, self.session.transport)
 

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec, wide
+from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.exchange import BUCKET_TAG, MEAN_TAG, Exchange, MixMask, Wire
+from decent_optim_wrapper.wire.exchange import Exchange, MixMask, RoundContext
 from decent_optim_wrapper.wire.storage import new_vector
 
 # A slice of a vector, and values there.
@@ -39,25 +40,25 @@ class CodedExchange(Exchange):
     """A bucket that is sent as codes.
 
     Args:
-        wire: as in `Exchange`.
+        round: as in `Exchange`.
         bucket: the bucket.
         position: its number among the buckets of the round.
         codec: the codec of the bucket.
-        chunks: the parts of the vector that are coded separately.
     """
 
-    def __init__(
-        self, wire: Wire, bucket: Bucket, position: int, codec: Codec, chunks: list[slice]
-    ) -> None:
-        super().__init__(wire, bucket, position)
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
+        super().__init__(round, bucket, position)
         self._codec = codec
+        # The parts of the vector that are coded separately.
+        numel, size = bucket.flat_numel, round.group.size
+        chunks = shares(numel, codec.block, size, round.number) if self.sums else [slice(0, numel)]
         self._chunks = chunks
-        self._reference = None if wire.references is None else wire.references.of(bucket)
+        self._reference = None if round.references is None else round.references.of(bucket)
         self.uses_reference = self._reference is not None
         # The codec of received messages, which are means in larger groups.
-        self._incoming_codec = codec.of_means(wire.group.size) if self.sums else codec
+        self._incoming_codec = codec.of_means(size) if self.sums else codec
         row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._incoming_codec))
-        nbytes = row * len(chunks) + (wire.group.size == 2)
+        nbytes = row * len(chunks) + (size == 2)
         # The messages to send, and as much memory for received ones.
         self._messages, self._room = bucket.messages(nbytes)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
@@ -66,8 +67,8 @@ class CodedExchange(Exchange):
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Code what is sent."""
-        values = self._bucket.values(snapshot, self._wire.needs_snapshot)
-        self.snapshot = values if self._wire.needs_snapshot else None
+        values = self._bucket.values(snapshot, self._round.needs_snapshot)
+        self.snapshot = values if self._round.needs_snapshot else None
         for chunk, message in zip(self._chunks, self._outgoing, strict=True):
             near = torch.empty_like(message, device=self.device) if self.via_cpu else message
             reference = None if self._reference is None else self._reference[chunk]
@@ -77,22 +78,22 @@ class CodedExchange(Exchange):
 
     def start(self) -> None:
         """Check the codes and start the exchange."""
-        if self._wire.nonfinite.checks:
+        if self._round.nonfinite.checks:
             finite = reduce(torch.logical_and, map(self._codec.is_finite, self._outgoing))
             self.finite = finite if self.on_gpu else bool(finite)
             # A larger group would spread them.
-            if not self.on_gpu and not finite and self._wire.nonfinite.replaces:
+            if not self.on_gpu and not finite and self._round.nonfinite.replaces:
                 self._messages.zero_()
         self._send()
 
     def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix the received values."""
-        if self._wire.transport.rank not in present:
+        if self._round.transport.rank not in present:
             self._bucket.unpack_(self._bucket.joined(self._values(len(present))))
         elif len(present) > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
-            if self._wire.references is not None and self._reference is not None:
-                self._wire.references.settle(self._bucket, self._reference)
+            if self._round.references is not None and self._reference is not None:
+                self._round.references.settle(self._bucket, self._reference)
 
     def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix the received values where a mask on the GPU allows it; the host does not read it.
@@ -105,7 +106,7 @@ class CodedExchange(Exchange):
         refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
         for message in (*self._arrived, *self._outgoing):
             message.masked_fill_(refused, 0)
-        self.apply(rate, self._wire.group.ranks)
+        self.apply(rate, self._round.group.ranks)
         if own is not None and taken is not None:
             now = bucket.pack(bucket.spare(bucket.dtype))
             keeps = arrived.logical_not().logical_or_(own)
@@ -130,7 +131,7 @@ class CodedExchange(Exchange):
         for chunk, message in zip(self._chunks, self._arrived, strict=True):
             for place, (values,) in self._decode(self._incoming_codec, chunk, message):
                 if self.sums:
-                    values.mul_(self._wire.group.size / present)
+                    values.mul_(self._round.group.size / present)
                 reference = self._reference
                 yield place, values if reference is None else values.add_(reference[place])
 
@@ -148,14 +149,11 @@ class CodedPair(CodedExchange):
     Arguments are as in `Exchange`, and the codec.
     """
 
-    def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
-        super().__init__(wire, bucket, position, codec, [slice(0, bucket.flat_numel)])
-        # For q_j - q_i, which is twice mean(q) - q_i: a pass less over the values.
-        self._weight /= 2
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
+        super().__init__(round, bucket, position, codec)
         # Without the flag: only values are counted.
         self.bytes_sent = self._messages.nbytes - 1
         self._pair = self._messages, self._room
-        self.has_own_flag = wire.nonfinite.checks and not self.on_gpu
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
@@ -164,7 +162,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.has_own_flag:
             self._messages[-1] = bool(self.finite)
-        self.works = self._wire.exchange(*self._pair, self.position)
+        self._exchange_pair()
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -199,11 +197,10 @@ class CodedGroup(CodedExchange):
 
     sums = True
 
-    def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
-        group = wire.group
-        chunks = shares(bucket.flat_numel, codec.block, group.size, wire.round)
-        super().__init__(wire, bucket, position, codec, chunks)
-        self._place = group.ranks.index(wire.transport.rank)
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
+        super().__init__(round, bucket, position, codec)
+        group = round.group
+        self._place = group.ranks.index(round.transport.rank)
         own = self._outgoing[self._place]
         new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
         # For each rank a row, which first takes its message of this rank's chunk, and then the mean
@@ -211,23 +208,23 @@ class CodedGroup(CodedExchange):
         rows = self._room.view(group.size, -1)
         self._codes = [row[: len(own)] for row in rows]
         self._codes[self._place] = own
-        pairs = zip(rows, map(_length, chunks), strict=True)
+        pairs = zip(rows, map(_length, self._chunks), strict=True)
         self._means = [row[: self._incoming_codec.nbytes(numel)] for row, numel in pairs]
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
         mean = new(len(self._means[self._place]), torch.uint8)
         self._means[self._place] = mean
         # This rank's mean less the one that it sends.
-        self._error = new(_length(chunks[self._place]), wide(bucket.dtype)).zero_()
+        self._error = new(_length(self._chunks[self._place]), wide(bucket.dtype)).zero_()
         self.bytes_sent = sum(map(len, self._outgoing)) - len(own) + (group.size - 1) * len(mean)
 
     def _send(self) -> None:
-        transport, ranks = self._wire.transport, self._wire.group.ranks
+        transport, ranks = self._round.transport, self._round.group.ranks
         others = [place for place, rank in enumerate(ranks) if rank != transport.rank]
         # Chunks of a small vector may be empty; they are not sent.
         owners = [place for place in others if self._outgoing[place].numel()]
         senders = others if self._outgoing[self._place].numel() else []
-        tag, mean_tag = BUCKET_TAG + self.position, MEAN_TAG + self.position
+        tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
         # The receives first: their notices let the data start.
         codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
         sent = [transport.send(self._outgoing[p], ranks[p], tag) for p in owners]
@@ -259,7 +256,7 @@ class CodedGroup(CodedExchange):
         return self._means
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
-        ranks, size = self._wire.group.ranks, self._wire.group.size
+        ranks, size = self._round.group.ranks, self._round.group.size
         error = self._error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
             means = self._decode(self._incoming_codec, chunk, self._means[owner])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import is_finite_on_device
+from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
@@ -18,40 +19,31 @@ from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
 
-# The tags of a round: of its header; and of a bucket's values, its mean if that is coded, and its
-# flag, or the flags from this bucket on, each by position.
-HEADER_TAG = 0
-BUCKET_TAG = 1
-MEAN_TAG = 1 << 18
-FLAG_TAG = 1 << 19
 
-
-class Wire(NamedTuple):
+class RoundContext(NamedTuple):
     """The ranks and settings that all buckets of one round share.
 
     Args:
         transport: connects the ranks.
         group: the ranks that mix.
         peers: the other ranks of the group.
-        round: the number of the round.
+        number: the number of the round.
         is_average: whether the mean is exact: the same on all ranks, even on two, and not rounded.
         references: the references of the group; None if it has none.
         needs_snapshot: whether the values may change before they are mixed.
+        may_change: whether others may change them before, which is noticed.
         nonfinite: what happens to values that are not finite.
     """
 
     transport: Transport
     group: Group
     peers: tuple[int, ...]
-    round: int
+    number: int
     is_average: bool
     references: GroupReference | None
     needs_snapshot: bool
+    may_change: bool
     nonfinite: NonFinitePolicy
-
-    def exchange(self, outgoing: Tensor, incoming: Tensor, position: int) -> list[Waitable]:
-        """Start the exchange of a bucket with the peer of a pair; see `Transport.exchange`."""
-        return self.transport.exchange(outgoing, incoming, self.peers[0], BUCKET_TAG + position)
 
 
 class MixMask(NamedTuple):
@@ -76,7 +68,7 @@ class Exchange:
     that follow the mixing, and exchanges nothing.
 
     Args:
-        wire: the ranks, and what the buckets of the round have in common.
+        round: the ranks, and what the buckets of the round have in common.
         bucket: the bucket.
         position: its number among the buckets of the round.
     """
@@ -85,19 +77,19 @@ class Exchange:
     sums = False
     # Whether the received values move a reference.
     uses_reference = False
-    # Whether the message itself says if its values are finite; otherwise a flag is sent for them.
-    has_own_flag = False
+    # Whether others may change the members before they are mixed.
+    may_change = False
     # What the ranks of a pair send and receive.
     _pair: tuple[Tensor, Tensor]
 
-    def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int) -> None:
         self.position = position
-        self._wire = wire
+        self._round = round
         self._bucket = bucket
         self.device = bucket.device
         # Whether the works belong to a GPU, for which a stream waits.
         self.on_gpu = bucket.on_gpu
-        group = wire.group
+        group = round.group
         # Whether the values are copied between a GPU and the CPU before they are sent.
         self.via_cpu = bucket.via_cpu and group.size > 1
         # The packed values, if the tensors may change before the mixing, which then needs them.
@@ -110,6 +102,12 @@ class Exchange:
         self.bytes_sent = 0
         # w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         self._weight = group.size * (1 - group.self_weight) / max(1, group.size - 1)
+        is_pair = group.size == 2 and not self.sums
+        if is_pair:
+            # For x_j - x_i, which is twice mean - x_i: a pass less over the values.
+            self._weight /= 2
+        # Whether the message itself says if its values are finite; otherwise a flag is sent.
+        self.has_own_flag = is_pair and round.nonfinite.checks and not self.on_gpu
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Pack what is sent, on the stream that has computed it.
@@ -140,12 +138,28 @@ class Exchange:
     def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix the received values where a mask on the GPU allows it; the host does not read it."""
 
+    def allow_changes(self) -> bool:
+        """Return whether others may change the members from now on; then keep what is sent."""
+        return False
+
+    def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
+        """Note which members others have changed since the bucket had these stamps.
+
+        Returns:
+            The changed members, if they cannot be mixed any more.
+        """
+        return changed_since(stamps, self._bucket)
+
     def received_finite(self) -> bool:
         """Return whether the received message says that its values are finite."""
         return True
 
+    def _exchange_pair(self) -> None:
+        peer, tag = self._round.peers[0], tags.BUCKET + self.position
+        self.works = self._round.transport.exchange(*self._pair, peer, tag)
+
     def _check(self, data: Tensor) -> None:
-        if self._wire.nonfinite.checks:
+        if self._round.nonfinite.checks:
             self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
 
 
@@ -163,22 +177,21 @@ class PlainExchange(Exchange):
     # The ids of the members that others have changed since; None if all may have changed.
     _changed: frozenset[int] | None = None
 
-    def keep_sent(self) -> None:
-        """Keep the values that are packed, for members that others may change."""
-        if self._sent is None:
+    def allow_changes(self) -> bool:
+        """Keep the values that are packed, unless others have never changed the members."""
+        self.may_change = self._round.may_change
+        if self.may_change and self._bucket.changes_in_flight is not False and self._sent is None:
             like = self._arriving.data
             self._sent = self._bucket.new_flat(like.device, like.dtype)
+        return self.may_change
 
     def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
-        """Note which members others have changed since the bucket had these stamps.
-
-        Returns:
-            The changed members, if they cannot be mixed any more.
-        """
+        """Note which members others have changed; see `Exchange.note_changes`."""
+        if self.may_change:
+            self._bucket.note_flight(self._bucket.stamps != stamps)
+        if self._sent is None or not self.may_change:
+            return super().note_changes(stamps)
         changed = changed_since(stamps, self._bucket, self._sent)
-        self._bucket.note_flight(self._bucket.stamps != stamps)
-        if self._sent is None:
-            return changed
         if changed:
             self.snapshot = self._sent
             self._changed = frozenset(map(id, changed)).union(self._changed or ())
@@ -186,7 +199,7 @@ class PlainExchange(Exchange):
 
     def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix the received values."""
-        if self._wire.transport.rank not in present:
+        if self._round.transport.rank not in present:
             self._bucket.unpack_(self._mean(len(present)))
         elif len(present) > 1:
             self._move(self._mean(len(present)), rate)
@@ -224,14 +237,11 @@ class PlainPair(PlainExchange):
 
     _sent: Flat
 
-    def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
-        super().__init__(wire, bucket, position)
-        # For x_j - x_i, which is twice mean - x_i.
-        self._weight /= 2
-        self._sent, self._arriving = bucket.pair(wire.needs_snapshot)
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int) -> None:
+        super().__init__(round, bucket, position)
+        self._sent, self._arriving = bucket.pair(round.needs_snapshot)
         self._pair = self._sent.data, self._arriving.data
-        self.has_own_flag = wire.nonfinite.checks and not self.on_gpu
-        self.snapshot = self._sent if wire.needs_snapshot else None
+        self.snapshot = self._sent if round.needs_snapshot else None
         self.packed = None if bucket.is_sent_in_place else self._sent
         self.bytes_sent = self._arriving.data.nbytes
 
@@ -246,7 +256,7 @@ class PlainPair(PlainExchange):
         if self.has_own_flag and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
-        self.works = self._wire.exchange(*self._pair, self.position)
+        self._exchange_pair()
 
     def received_finite(self) -> bool:
         """Return whether the first value is finite: it is NaN if any of them is not."""
@@ -258,13 +268,13 @@ class PlainGroup(PlainExchange):
 
     sums = True
 
-    def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
-        super().__init__(wire, bucket, position)
-        copies = wire.needs_snapshot or (wire.nonfinite.checks and bucket.on_gpu)
+    def __init__(self, round: RoundContext, bucket: Bucket, position: int) -> None:
+        super().__init__(round, bucket, position)
+        copies = round.needs_snapshot or (round.nonfinite.checks and bucket.on_gpu)
         self._arriving, *kept = bucket.summing(1 + copies)
         self._sent = kept[0] if kept else None
-        self.snapshot = self._sent if wire.needs_snapshot else None
-        self.bytes_sent = int(wire.group.copies_sent * self._arriving.data.nbytes)
+        self.snapshot = self._sent if round.needs_snapshot else None
+        self.bytes_sent = int(round.group.copies_sent * self._arriving.data.nbytes)
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Pack what is sent."""
@@ -272,13 +282,13 @@ class PlainGroup(PlainExchange):
 
     def start(self) -> None:
         """Check the values and start the sum."""
-        summed, wire = self._arriving.data, self._wire
+        summed, round = self._arriving.data, self._round
         self._check(summed)
         if self._sent is not None:
             self._sent.data.copy_(summed)
-        if wire.nonfinite.replaces:
+        if round.nonfinite.replaces:
             if isinstance(self.finite, Tensor):
                 summed.masked_fill_(self.finite.logical_not(), 0)
             elif not self.finite:
                 summed.zero_()
-        self.works += wire.transport.all_reduce(summed, wire.group.ranks)
+        self.works += round.transport.all_reduce(summed, round.group.ranks)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 from loguru import logger
+from torch import Tensor
 
+from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.streams import Action, PostingThread
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, Waitable, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
@@ -16,7 +18,7 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
 from decent_optim_wrapper.wire.coded import CodedGroup, CodedPair
-from decent_optim_wrapper.wire.exchange import FLAG_TAG, Exchange, PlainGroup, PlainPair, Wire
+from decent_optim_wrapper.wire.exchange import Exchange, PlainGroup, PlainPair, RoundContext
 from decent_optim_wrapper.wire.nonfinite import nonfinite_error
 
 
@@ -27,12 +29,12 @@ class Messages:
     can be handled. All other failures are errors of this rank.
 
     Args:
-        wire: what the buckets of the round have in common.
+        round: what the buckets of the round have in common.
         topology: for errors.
     """
 
-    def __init__(self, wire: Wire, topology: Topology) -> None:
-        self._wire = wire
+    def __init__(self, round: RoundContext, topology: Topology) -> None:
+        self._round = round
         self._topology = topology
         # Arguments of the `WireError` of a round that cannot arrive, and the position of the bucket
         # that could not be sent.
@@ -42,19 +44,18 @@ class Messages:
         # posted at once.
         self.thread: PostingThread | None = None
 
-    def send(self, numbers: Sequence[float], tag: int, bucket: int) -> list[PendingMessage]:
+    def send(self, message: Tensor, tag: int, bucket: int) -> list[PendingMessage]:
         """Send a small message to the group.
 
         Args:
-            numbers: numbers that are exact in float64, such as counts below 2**53.
+            message: a vector on the CPU, of the same length and dtype on all of its ranks.
             tag: the tag of the message.
             bucket: the position of the bucket that an error names.
         """
-        if self.failure or self._wire.group.size == 1:
+        if self.failure or self._round.group.size == 1:
             return []
-        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         try:
-            return self._wire.transport.send_control(message, self._wire.group.ranks, tag)
+            return self._round.transport.send_control(message, self._round.group.ranks, tag)
         except WireError as error:
             self._note(error, bucket)
             return []
@@ -63,7 +64,7 @@ class Messages:
         """Run an action of an exchange after the actions of all exchanges posted before it."""
         if exchange.via_cpu and self.thread is None:
             self.thread = PostingThread()
-            self._wire.transport.collectives_wait_for(self.thread)
+            self._round.transport.collectives_wait_for(self.thread)
         if self.thread is not None:
             # Later ones, too: all-reduces must have the same order on all ranks. A GPU may still
             # pack what is sent, and copy what was received in the same memory before.
@@ -101,12 +102,12 @@ class Messages:
         """
         try:
             if self.thread is not None and not self.thread.ended_well:
-                self._wire.transport.wait_for_any(self.thread.future)
+                self._round.transport.wait_for_any(self.thread.future)
                 self.thread.future.result()
             if self.failure is not None:
                 raise WireError(*self.failure)
         except WireError as error:
-            raise self.lost(self.failed_bucket, self._wire.peers, error.silent) from error
+            raise self.lost(self.failed_bucket, self._round.peers, error.silent) from error
 
     def drop(self) -> None:
         """Post nothing more."""
@@ -126,7 +127,7 @@ class Messages:
         """
         try:
             # Another stream may wait again for the works of a GPU.
-            self._wire.transport.wait(works[:] if on_gpu else works)
+            self._round.transport.wait(works[:] if on_gpu else works)
         except WireError as error:
             raise self.lost(bucket, suspects, error.silent) from error
 
@@ -137,9 +138,9 @@ class Messages:
             PeerError: `watch` has failed; see `lost`.
         """
         try:
-            self._wire.transport.finish(watch.future, *(each.future for each in others))
+            self._round.transport.finish(watch.future, *(each.future for each in others))
         except WireError as error:
-            lost = watch.lost() or Expected([], 0, self._wire.peers)
+            lost = watch.lost() or Expected([], 0, self._round.peers)
             raise self.lost(lost.bucket, lost.suspects, error.silent) from error
 
     def lost(
@@ -155,9 +156,9 @@ class Messages:
         Returns:
             A `CallOrderError` if the lost rank has reported one, otherwise a `PeerError`.
         """
-        transport, number = self._wire.transport, self._wire.round
+        transport, number = self._round.transport, self._round.number
         loss = transport.lose(suspects, silent)
-        group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
+        group = tuple(transport.members[rank] for rank in self._round.group.ranks)
         return loss.as_error(
             transport.initial_rank,
             f"lost {loss} in round {number}, bucket {bucket}, group {group} of "
@@ -188,11 +189,11 @@ class FiniteFlags:
     """The flags of one round, read before its buckets are mixed.
 
     Args:
-        wire: what the buckets of the round have in common.
+        round: what the buckets of the round have in common.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, round: RoundContext) -> None:
+        self._round = round
         # One message for all buckets, or one for each.
         self.messages: list[Flags] = []
         self._by_position: dict[int, Flags] = {}
@@ -208,19 +209,20 @@ class FiniteFlags:
             exchanges: all buckets of the round that need flags, in their order; or one of them.
             messages: the messages of the round.
         """
-        wire = self._wire
-        if not (exchanges and wire.nonfinite.checks) or messages.failure or wire.group.size == 1:
+        round = self._round
+        if not (exchanges and round.nonfinite.checks) or messages.failure or round.group.size == 1:
             return
         positions = [each.position for each in exchanges]
-        tag = FLAG_TAG + positions[0]
+        tag = tags.FLAG + positions[0]
         on_gpu = [each for each in exchanges if each.on_gpu]
-        checked = CheckedOnGpu.gather(self._wire, on_gpu, tag) if on_gpu else None
+        checked = CheckedOnGpu.gather(self._round, on_gpu, tag) if on_gpu else None
         pending: list[PendingMessage] = []
         if len(on_gpu) < len(exchanges):
             own = [float(each.on_gpu or bool(each.finite)) for each in exchanges]
             if not all(own):
-                self._refuse(self._wire.transport.rank, positions, own)
-            pending = messages.send(own, tag, positions[-1])
+                self._refuse(self._round.transport.rank, positions, own)
+            message = torch.tensor(own, dtype=torch.float64, device="cpu")
+            pending = messages.send(message, tag, positions[-1])
         self.on_gpu |= bool(on_gpu)
         flags = Flags(positions=positions, pending=pending, on_gpu=checked)
         self._by_position.update(dict.fromkeys(positions, flags))
@@ -234,8 +236,8 @@ class FiniteFlags:
         """Read the flag of a message that has its own, once it has arrived."""
         position, found = [exchange.position], exchange.received_finite()
         if exchange.position not in self.refused and not (found and exchange.finite):
-            self._refuse(self._wire.transport.rank, position, [bool(exchange.finite)])
-            self._refuse(self._wire.peers[0], position, [found])
+            self._refuse(self._round.transport.rank, position, [bool(exchange.finite)])
+            self._refuse(self._round.peers[0], position, [found])
             self._warn_of(self.nonfinite)
 
     def read(self, flags: Flags) -> None:
@@ -256,7 +258,7 @@ class FiniteFlags:
     @property
     def nonfinite(self) -> list[int]:
         """The ranks with values that are not finite, as far as known, as numbered at the start."""
-        members = self._wire.transport.members
+        members = self._round.transport.members
         return sorted({members[rank] for ranks in [*self.refused.values()] for rank in ranks})
 
     def check(self) -> None:
@@ -275,7 +277,7 @@ class FiniteFlags:
         Raises:
             NonFiniteError: as in `check`; the GPU has not mixed the round.
         """
-        members = self._wire.transport.members
+        members = self._round.transport.members
         checked = [flags.on_gpu for flags in self.messages if flags.on_gpu is not None]
         bad = sorted({members[place] for each in checked for place in each.nonfinite_ranks()})
         self._raise_of(bad)
@@ -287,28 +289,28 @@ class FiniteFlags:
             flags.pending.clear()
 
     def _raise_of(self, bad: list[int]) -> None:
-        if bad and self._wire.nonfinite.on_nonfinite == "raise":
-            rank = self._wire.transport.initial_rank
-            raise nonfinite_error(bad, rank, f"round {self._wire.round}")
+        if bad and self._round.nonfinite.on_nonfinite == "raise":
+            rank = self._round.transport.initial_rank
+            raise nonfinite_error(bad, rank, f"round {self._round.number}")
 
     def _warn_of(self, bad: list[int]) -> None:
-        if bad and self._wire.nonfinite.replaces:
+        if bad and self._round.nonfinite.replaces:
             logger.warning(
                 "rank {} round {}: the parameters of ranks {} are not finite and are left out",
-                *(self._wire.transport.initial_rank, self._wire.round, bad),
+                *(self._round.transport.initial_rank, self._round.number, bad),
             )
 
 
-def exchange_of(wire: Wire, bucket: Bucket, position: int) -> Exchange:
+def exchange_of(round: RoundContext, bucket: Bucket, position: int) -> Exchange:
     """Create the exchange of a bucket; arguments are as in `Exchange`."""
-    size = wire.group.size
-    codec = None if wire.references is None or wire.is_average else bucket.codec(size)
+    size = round.group.size
+    codec = None if round.references is None or round.is_average else bucket.codec(size)
     if size == 1:
-        return Exchange(wire, bucket, position)
+        return Exchange(round, bucket, position)
     if codec is not None and size == 2:
-        return CodedPair(wire, bucket, position, codec)
-    if codec is not None and wire.transport.sends_alone(bucket.wire_device):
-        return CodedGroup(wire, bucket, position, codec)
-    if size > 2 or wire.is_average:
-        return PlainGroup(wire, bucket, position)
-    return PlainPair(wire, bucket, position)
+        return CodedPair(round, bucket, position, codec)
+    if codec is not None and round.transport.sends_alone(bucket.wire_device):
+        return CodedGroup(round, bucket, position, codec)
+    if size > 2 or round.is_average:
+        return PlainGroup(round, bucket, position)
+    return PlainPair(round, bucket, position)
