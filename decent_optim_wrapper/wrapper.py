@@ -194,7 +194,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._local_update = coordinator.local_update
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
-            self._forward_hooks = ForwardHooks(model, coordinator.mix_early, coordinator.settle)
+            settle = coordinator.commit_or_roll_back
+            self._forward_hooks = ForwardHooks(model, coordinator.mix_early, settle)
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
@@ -313,8 +314,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                     advance(bucket)
             return loss
         with self._step() as step:
-            update = partial(self._local_update.whole, closure, scaling)
-            result = step.advance(step.buckets, update)
+            result = step.advance(step.buckets, self._local_update.whole, closure, scaling)
         return result if loss is None else loss
 
     @property
@@ -340,7 +340,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         before = len(named_parameters(self.param_groups))
         self._base.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
-        self._local_update.know(parameters[before:])
+        self._local_update.register(parameters[before:])
         try:
             self._regroup(parameters, parameters[before:])
         except (TypeError, ValueError):
@@ -373,7 +373,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         parameters = named_parameters(self.param_groups)
         self._regroup(parameters, [])
-        self._local_update.know(parameters)
+        self._local_update.register(parameters)
 
     def global_avg(self, may_revert: bool = True) -> None:
         """Replace the parameters by their average over all ranks; collective.
@@ -542,7 +542,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         `AsItArrives` call `synchronize()` on all ranks first. The state dict holds no
         round in flight, and without one the mean over the ranks would move.
         """
-        self._coordinator.settle()
+        self._coordinator.commit_or_roll_back()
         return {**self._base.state_dict(), GOSSIP_KEY: gossip_state(self._coordinator)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -679,7 +679,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._step(in_backward) as step,
             by_bucket(scaling, step.buckets, apply) as update,
         ):
-            yield lambda bucket: step.advance([bucket], partial(update, bucket))
+            yield lambda bucket: step.advance([bucket], update, bucket)
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones; collective."""

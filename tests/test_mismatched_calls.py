@@ -93,13 +93,13 @@ def test_each_field_of_a_header_is_read_as_it_was_written() -> None:
 def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
     monkeypatch: pytest.MonkeyPatch, overlap: Any, field: str, value: float
 ) -> None:
-    send = Messages.send
+    send, wrong = Messages.send, dict[str, Any]({field: value})
 
     def send_wrong(self: Messages, message: Tensor, tag: int, bucket: int) -> list[PendingMessage]:
         if tag == tags.HEADER and self._round.transport.rank == 1:
             header = RoundHeader.decode(message)
             if header.round >= 2:
-                message = header._replace(**{field: value}).encode()
+                message = header._replace(**wrong).encode()
         return send(self, message, tag, bucket)
 
     monkeypatch.setattr(Messages, "send", send_wrong)

@@ -242,7 +242,7 @@ def training(kind: str, model: nn.Module, group: dist.ProcessGroup) -> Callable[
 
 @pytest.mark.parametrize(
     ("kind", "most_calls", "most_files"),
-    [("delayed", 161, 11), ("in the step", 156, 11), ("model", 264, 15), ("module", 370, 24)],
+    [("delayed", 160, 12), ("in the step", 155, 12), ("model", 254, 16), ("module", 348, 25)],
 )
 def test_a_step_of_pairs_makes_few_calls(kind: str, most_calls: int, most_files: int) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[str, str]]:

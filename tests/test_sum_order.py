@@ -51,7 +51,7 @@ def test_the_order_of_the_sums_changes_no_bit(summed: int, monkeypatch: pytest.M
         return training.end()
 
     def trained(count: int) -> tuple[list[Tensor], list[list[int]]]:
-        monkeypatch.setattr(SumOrder, "note", lambda self, group, _: note(self, group, count))
+        monkeypatch.setattr(SumOrder, "note", lambda self, _: note(self, count))
         sizes.clear()
         rows = run_threads(RANKS, main)
         assert all(sizes[rank] == sizes[0] for rank in range(RANKS))

@@ -167,13 +167,13 @@ class Coordinator:
         with self._mixing:
             self.early.mix(params)
 
-    def settle(self) -> None:
+    def commit_or_roll_back(self) -> None:
         """Mix the round in flight, or restore the mixed buckets of a dropped round.
 
         Do not call it in the forward pass: the backward pass may need the mixed values.
         """
         self.mix_early()
-        self.early.undo()
+        self.early.roll_back()
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
@@ -184,7 +184,7 @@ class Coordinator:
     def _begin_call(self) -> None:
         """Begin a collective call between steps: mix what is mixed early, and check everything."""
         self.rounds.session.transport.check_open()
-        self.settle()
+        self.commit_or_roll_back()
         self.rounds.check_parameters()
 
     def drop_extension(self, extension: Extension) -> None:
@@ -196,11 +196,8 @@ class Coordinator:
         nonfinite: list[NonFiniteError] = []
 
         def drop() -> None:
-            try:
-                self._finish()
-            except NonFiniteError as error:
-                # Other groups do not notice.
-                nonfinite.append(error)
+            # Other groups do not notice.
+            self._finish(nonfinite)
             self.rounds.extensions.drop(extension)
 
         self.meet(CollectiveCall.DROP_EXTENSION, drop)
@@ -209,17 +206,23 @@ class Coordinator:
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
-        self.early.keep()
+        self.early.commit()
         self.with_recovery(self.rounds.discard)
 
-    def _finish(self) -> None:
+    def _finish(self, nonfinite: list[NonFiniteError] | None = None) -> None:
+        """Finish the round in flight; note a `NonFiniteError` in the list, or raise it."""
         if self.replica.may_gather:
             self.replica.reshard()
-        if self.rounds.pending.in_flight:
-            self.rounds.relaunch()
-        self.rounds.finish()
-        # No step may follow that would check it.
-        self.rounds.check_on_gpu()
+        try:
+            if self.rounds.pending.in_flight:
+                self.rounds.relaunch()
+            self.rounds.finish()
+            # No step may follow that would check it.
+            self.rounds.check_on_gpu()
+        except NonFiniteError as error:
+            if nonfinite is None:
+                raise
+            nonfinite.append(error)
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
@@ -320,11 +323,8 @@ class Coordinator:
             raise nonfinite[0]
 
     def _make_round(self, nonfinite: list[NonFiniteError]) -> None:
-        """Finish the round in flight, collect its error, and launch the next round."""
-        try:
-            self._finish()
-        except NonFiniteError as error:
-            nonfinite.append(error)
+        """Finish the round in flight, note its error, and launch the next round."""
+        self._finish(nonfinite)
         # At once, even after an error: the others wait for this rank in their next round.
         self.rounds.launch(self.rounds.count, self.rounds.mixing_rate)
 
@@ -369,7 +369,7 @@ class Coordinator:
         try:
             yield
         except (PeerError, CallOrderError) as error:
-            self.early.undo()
+            self.early.roll_back()
             if self.replica.transports:
                 # The ranks along the other dimensions wait for this one, too.
                 for transport in self.transports:

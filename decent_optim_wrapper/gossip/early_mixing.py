@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -63,7 +62,7 @@ class EarlyMixing:
                 self._finish(flying, whole)
                 return
             rounds.begin_mixing(flying)
-            self._mix(flying, bucket, partial(rounds.mix, flying))
+            self._mix(flying, bucket, flying.mix)
 
     def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
         """The buckets of these parameters that are still to be mixed, in sending order."""
@@ -92,21 +91,21 @@ class EarlyMixing:
         except NonFiniteError:
             # Other ranks may have mixed these buckets before, and must keep the same references.
             for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:
-                self._mix(flying, bucket, flying.mix)
-            self.undo()
+                self._mix(flying, bucket, flying.mix_alone)
+            self.roll_back()
             raise
-        self.keep()
+        self.commit()
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Keep the mixed buckets: the round is complete, or its parameters are replaced."""
         self._before.clear()
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, or copies with their old values of tensors that `undo` would restore."""
+        """The tensors, or copies with their old values of those that `roll_back` would restore."""
         copies = copies_of([*self._before.items()])
         return [copies.get(tensor, tensor) for tensor in tensors]
 
-    def undo(self, buckets: Collection[Bucket] | None = None) -> None:
+    def roll_back(self, buckets: Collection[Bucket] | None = None) -> None:
         """Restore the buckets that were mixed of a round that has not arrived as a whole.
 
         Args:

@@ -126,7 +126,7 @@ class LocalUpdate:
         if isinstance(self._optimizer, AdamW):
             self._optimizer.set_members(count)
 
-    def know(self, parameters: Iterable[Named]) -> None:
+    def register(self, parameters: Iterable[Named]) -> None:
         """Register added parameters, so that they are not reported as replaced."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage
 from decent_optim_wrapper.errors import CallOrderError, PeerError
+from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
@@ -21,7 +22,7 @@ from decent_optim_wrapper.wire.exchange import Exchange, RoundContext
 from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
-from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
+from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER, SumOrder
 
 
 class RoundPolicy(NamedTuple):
@@ -31,6 +32,7 @@ class RoundPolicy(NamedTuple):
         pacing: when a round is mixed.
         nonfinite: what happens to values that are not finite.
         meter: counts every wait, every copy and all bytes.
+        extensions: the extensions that take part.
         in_backward_order: whether buckets are listed in the order in which a backward pass
             completes them, and a forward pass waits for them in reverse.
     """
@@ -38,6 +40,7 @@ class RoundPolicy(NamedTuple):
     pacing: Pacing
     nonfinite: NonFinitePolicy
     meter: Meter
+    extensions: Extensions
     in_backward_order: bool = False
 
 
@@ -50,9 +53,9 @@ class RoundState(Enum):
         MIXING: at least a bucket is mixed.
     """
 
-    LAUNCHED = auto()
-    RECEIVED = auto()
-    MIXING = auto()
+    LAUNCHED = "launched"
+    RECEIVED = "received"
+    MIXING = "mixing"
 
 
 class Round:
@@ -76,8 +79,9 @@ class Round:
         # Number of steps since its launch.
         self.age = 0
         # The order in which buckets are posted.
-        reorders = policy.in_backward_order and group.size > 2
-        self.order = session.sum_order.of(group.ranks) if reorders else GIVEN_ORDER
+        self.order = GIVEN_ORDER
+        if policy.in_backward_order and group.size > 2:
+            self.order = session.sum_orders.setdefault(group.ranks, SumOrder())
         self._header = header._replace(
             coded_rounds=0 if references is None else references.coded_rounds,
             sums_first=self.order.first,
@@ -105,6 +109,10 @@ class Round:
         # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
+        # Whether any bucket moves a reference.
+        self._uses_reference = False
+        # The buckets whose flags are sent once all are posted.
+        self._unflagged: list[Exchange] = []
         # The stamps of the buckets for which it is noticed if others change the parameters.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
@@ -125,24 +133,23 @@ class Round:
 
     def end_backward(self) -> None:
         """Count the all-reduces that are done now, at the end of the backward pass."""
-        self.order.note(each.works for each in self._exchanges.values())
+        if self.order is not GIVEN_ORDER:
+            self.order.count(each.works for each in self._exchanges.values())
 
-    def post(
-        self,
-        bucket: Bucket,
-        attached: Sequence[Bucket] = (),
-        snapshot: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
+    def post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Pack a bucket of parameters, and what extensions attach to it, and start the exchange.
+
+        A group of one rank exchanges nothing.
 
         Args:
             bucket: the bucket.
-            attached: buckets that are exchanged and mixed together with it.
             snapshot: values that are sent in place of the present ones, by member; None for none.
         """
-        self.unmixed[bucket] = others = tuple(attached)
+        self.unmixed[bucket] = ()
+        for extension in self._policy.extensions.all:
+            self.unmixed[bucket] += (*extension.launch(bucket),)
         self._post(bucket, snapshot or {})
-        for each in others:
+        for each in self.unmixed[bucket]:
             self._post(each, {})
 
     def _post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor]) -> None:
@@ -155,6 +162,7 @@ class Round:
             exchange = exchange_of(self._context, bucket, len(self._exchanges))
             exchange.pack(snapshot)
             self._exchanges[bucket] = exchange
+            self._uses_reference |= exchange.uses_reference
             early = self._policy.pacing.mixes_early
             is_own = bucket in self.unmixed
             must_stay = bucket.is_sent_in_place or (early and is_own and not bucket.is_sharded)
@@ -165,13 +173,13 @@ class Round:
             if early and not exchange.has_own_flag:
                 flag = partial(self.flags.send, [exchange], self.messages)
                 self.messages.run(flag, exchange)
+            elif not exchange.has_own_flag:
+                self._unflagged.append(exchange)
 
     def seal(self) -> None:
-        """Send the group the flags of all buckets, once the last one is posted."""
-        others = [each for each in self._exchanges.values() if not each.has_own_flag]
-        # If the pacing mixes early, each of them has sent its flag already.
-        sends = bool(others) and not self._policy.pacing.mixes_early
-        self.messages.seal(partial(self.flags.send, others, self.messages) if sends else None)
+        """Send the group the flags of the buckets, once the last one is posted."""
+        send = partial(self.flags.send, self._unflagged, self.messages)
+        self.messages.seal(send if self._unflagged else None)
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
@@ -252,7 +260,7 @@ class Round:
                 self._stamps.pop(each, None)
         if self.state is RoundState.LAUNCHED:
             self.state, references = RoundState.RECEIVED, self._context.references
-            if references and any(each.uses_reference for each in self._exchanges.values()):
+            if references and self._uses_reference:
                 references.count_round()
         for exchange in received.values():
             if exchange.has_own_flag:
@@ -271,8 +279,11 @@ class Round:
         for each in self._headers:
             self.messages.wait(each.works, 0, (each.rank,))
         transport = self._context.transport
-        others = [RoundHeader.decode(each.message) for each in self._headers]
-        for each, other in zip(self._headers, others, strict=True):
+        summed = self._header.summed
+        for each in self._headers:
+            other = RoundHeader.decode(each.message)
+            if other == self._header:
+                continue
             try:
                 ranks = transport.members[each.rank], transport.initial_rank
                 self._header.check(other, *ranks, self._policy.pacing.synchronous)
@@ -281,8 +292,9 @@ class Round:
                 transport.fail(error)
                 raise
             self._rate = min(self._rate, other.mixing_rate)
-        if self.order is not GIVEN_ORDER and others:
-            self.order.agree(other.summed for other in others)
+            summed = min(summed, other.summed)
+        if self.order is not GIVEN_ORDER and self._headers:
+            self.order.agree(int(summed))
         self._headers = []
 
     @property
@@ -305,7 +317,22 @@ class Round:
         self._stamps = {bucket: bucket.stamps for bucket in self._stamps}
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix a posted bucket and the buckets attached to it, once."""
+        """Mix a bucket and the buckets attached to it, if they were posted and are not mixed."""
+        if bucket not in self.unmixed:
+            return
+        extensions, kind = self._policy.extensions, self.plan.kind
+        if not extensions.all:
+            self.mix_alone(bucket)
+            return
+        snapshot = partial(self.snapshot_of, bucket)
+        with extensions.mixing(ReceivedBucket(kind=kind, bucket=bucket, snapshot=snapshot)):
+            self.mix_alone(bucket)
+        if not self.unmixed:
+            for extension in extensions.all:
+                extension.end_round(kind)
+
+    def mix_alone(self, bucket: Bucket) -> None:
+        """Mix as `mix` does, without telling the extensions."""
         self.state = RoundState.MIXING
         for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
@@ -351,6 +378,7 @@ class Round:
         self.messages.drop()
         self.unmixed.clear()
         self._exchanges.clear()
+        self._unflagged.clear()
         self._stamps.clear()
         self._headers = []
         self.flags.drop()

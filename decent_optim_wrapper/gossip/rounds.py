@@ -14,7 +14,6 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy, RoundState
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
@@ -65,7 +64,6 @@ class Rounds:
     Args:
         session: the ranks that take part; replaced as a whole when they change.
         policy: what all rounds have in common.
-        extensions: the extensions that take part.
         mixing_rate: the rate of the first rounds.
         check: called with the buckets, and with the parameters that were changed in flight; checks
             the parameters for changes that are not allowed.
@@ -75,7 +73,6 @@ class Rounds:
         self,
         session: Session,
         policy: RoundPolicy,
-        extensions: Extensions,
         mixing_rate: float,
         check: Callable[[Sequence[Bucket], Sequence[Tensor]], None],
     ) -> None:
@@ -83,7 +80,7 @@ class Rounds:
         self.session = session
         self._open: _Open = {"session": session, "round": None}
         self.policy = policy
-        self.extensions = extensions
+        self.extensions = policy.extensions
         self._check = check
         # In the order in which they are exchanged.
         self.buckets: tuple[Bucket, ...] = ()
@@ -176,15 +173,6 @@ class Rounds:
         header = RoundHeader(call, self.count if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
 
-    def post(
-        self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
-    ) -> None:
-        """Send a bucket of parameters and the buckets attached to it; see `Round.post`."""
-        attached: list[Bucket] = []
-        for extension in self.extensions.all:
-            attached += extension.launch(bucket)
-        launched.post(bucket, attached, snapshot)
-
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
         launched.seal()
@@ -210,7 +198,7 @@ class Rounds:
         """
         if launched := self.begin(number, rate, age):
             for bucket in launched.order.apply(self.buckets):
-                self.post(launched, bucket, snapshot)
+                launched.post(bucket, snapshot)
             self.hand_over(launched)
 
     def relaunch(self) -> None:
@@ -308,27 +296,12 @@ class Rounds:
             self.take()
             raise
 
-    def mix(self, arrived: Round, bucket: Bucket) -> None:
-        """Mix a bucket and the buckets attached to it, if they have arrived."""
-        if bucket not in arrived.unmixed:
-            return
-        if not self.extensions.all:
-            arrived.mix(bucket)
-            return
-        kind, snapshot = arrived.plan.kind, partial(arrived.snapshot_of, bucket)
-        received = ReceivedBucket(kind=kind, bucket=bucket, snapshot=snapshot)
-        with self.extensions.mixing(received):
-            arrived.mix(bucket)
-        if not arrived.unmixed:
-            for extension in self.extensions.all:
-                extension.end_round(kind)
-
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         if arrived := self._arrive():
             self.policy.meter.note_round(0, arrived.plan.group.ranks)
             for bucket in tuple(arrived.unmixed):
-                self.mix(arrived, bucket)
+                arrived.mix(bucket)
 
 
 def _close(opened: _Open) -> None:

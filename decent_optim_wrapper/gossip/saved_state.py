@@ -73,7 +73,7 @@ def named_state(coordinator: Coordinator) -> dict[str, Any]:
     Raises:
         ValueError: something is saved of each parameter, and their names are not known.
     """
-    coordinator.settle()
+    coordinator.commit_or_roll_back()
     state = gossip_state(coordinator)
     # Other layouts of the replica have other buckets.
     state.pop("plan", None)

@@ -20,14 +20,14 @@ class Session:
         topology: the topology of the members.
         schedule: the rounds of this rank.
         references: the references that this rank shares with each of its groups.
-        sum_order: the order of the all-reduces of each group.
+        sum_orders: the order of the all-reduces of each group.
     """
 
     transport: Transport
     topology: Topology
     schedule: RoundSchedule
     references: References
-    sum_order: SumOrder = field(default_factory=SumOrder)
+    sum_orders: dict[tuple[int, ...], SumOrder] = field(default_factory=dict)
 
     @classmethod
     def connect(

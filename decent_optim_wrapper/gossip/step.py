@@ -19,7 +19,7 @@ however long it takes, and mixing does not move the mean over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.round import Round
@@ -101,34 +101,35 @@ class Step:
             # must be sent with mixed values.
             for bucket in tuple(arrived.unmixed):
                 if bucket not in rounds.buckets:
-                    rounds.mix(arrived, bucket)
+                    arrived.mix(bucket)
         self._launched = rounds.begin(rounds.count, rounds.mixing_rate)
 
-    def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
+    def advance(self, parts: Sequence[Bucket], update: Callable[..., Result], *args: Any) -> Result:
         """Mix some buckets, update their parameters, and send them.
 
         Args:
-            buckets: one bucket, or several that are updated by one call.
+            parts: one bucket, or several that are updated by one call.
             update: the local update of their parameters.
+            args: its arguments.
 
         Returns:
             The result of the update.
         """
         if self._arrived:
-            for bucket in buckets:
-                self._rounds.mix(self._arrived, bucket)
+            for bucket in parts:
+                self._arrived.mix(bucket)
         early = self._coordinator.early
         if early.is_on:
             # Restore what was mixed of a dropped round: the backward pass needed the mixed values.
-            early.undo(buckets)
+            early.roll_back(parts)
         with self._rounds.policy.meter.update:
-            result = update()
+            result = update(*args)
         if self._launched:
             # The order on the wire must be the same on every rank, whatever the order of the
             # updates, or the sums of larger groups would add up different buckets.
-            self._ready.update(buckets)
+            self._ready.update(parts)
             while self._waiting and self._waiting[0] in self._ready:
-                self._rounds.post(self._launched, self._waiting.pop(0))
+                self._launched.post(self._waiting.pop(0))
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -262,6 +262,7 @@ class Setup:
             pacing=settings.pacing,
             nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
             meter=Meter(),
+            extensions=inputs.extensions,
             in_backward_order=in_backward and mixes_early,
         )
         ordered = inputs.model if in_backward or mixes_early else None
@@ -364,7 +365,7 @@ class Setup:
         rate = settings.schedule.mixing_rate
         own = session.transport.initial_rank
         local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
-        rounds = Rounds(session, self._policy, inputs.extensions, rate, local.check)
+        rounds = Rounds(session, self._policy, rate, local.check)
         options = (self._layout.plain, self._policy.nonfinite, model.replica)
         extra = partial(self._averaged.to_average, *options)
         average = WorldAverage(rounds, model.replica, extra)
@@ -378,7 +379,7 @@ class Setup:
             transport = rounds.session.transport
             held = self._held.on_all_ranks(transport)
             self._broadcast([*in_agreed_order(parameters, self._layout), *held], transport)
-        coordinator.local_update.know(parameters)
+        coordinator.local_update.register(parameters)
         self._plan(rounds, parameters)
         if takes:
             rounds.session.references.begin(rounds.buckets)

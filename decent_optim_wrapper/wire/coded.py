@@ -162,7 +162,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.has_own_flag:
             self._messages[-1] = bool(self.finite)
-        self._exchange_pair()
+        self.works = self._swap(*self._pair)
 
     @property
     def _arrived(self) -> list[Tensor]:

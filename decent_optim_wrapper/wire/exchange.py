@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -79,8 +80,9 @@ class Exchange:
     uses_reference = False
     # Whether others may change the members before they are mixed.
     may_change = False
-    # What the ranks of a pair send and receive.
+    # What the ranks of a pair send and receive, and the function that starts it.
     _pair: tuple[Tensor, Tensor]
+    _swap: Callable[[Tensor, Tensor], list[Waitable]]
 
     def __init__(self, round: RoundContext, bucket: Bucket, position: int) -> None:
         self.position = position
@@ -106,6 +108,8 @@ class Exchange:
         if is_pair:
             # For x_j - x_i, which is twice mean - x_i: a pass less over the values.
             self._weight /= 2
+            tag = tags.BUCKET + position
+            self._swap = partial(round.transport.exchange, peer=round.peers[0], tag=tag)
         # Whether the message itself says if its values are finite; otherwise a flag is sent.
         self.has_own_flag = is_pair and round.nonfinite.checks and not self.on_gpu
 
@@ -153,10 +157,6 @@ class Exchange:
     def received_finite(self) -> bool:
         """Return whether the received message says that its values are finite."""
         return True
-
-    def _exchange_pair(self) -> None:
-        peer, tag = self._round.peers[0], tags.BUCKET + self.position
-        self.works = self._round.transport.exchange(*self._pair, peer, tag)
 
     def _check(self, data: Tensor) -> None:
         if self._round.nonfinite.checks:
@@ -256,7 +256,7 @@ class PlainPair(PlainExchange):
         if self.has_own_flag and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
-        self._exchange_pair()
+        self.works = self._swap(*self._pair)
 
     def received_finite(self) -> bool:
         """Return whether the first value is finite: it is NaN if any of them is not."""
