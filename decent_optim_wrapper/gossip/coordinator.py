@@ -307,7 +307,7 @@ class Coordinator:
         self._agree()
         coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
-        rounds.launch(rounds.count, rounds.mixing_rate)
+        rounds.launch()
         while not coming.arrival.future.done():
             flying = rounds.in_flight
             if flying and flying.arrives_before(coming.arrival):
@@ -326,7 +326,7 @@ class Coordinator:
         """Finish the round in flight, note its error, and launch the next round."""
         self._finish(nonfinite)
         # At once, even after an error: the others wait for this rank in their next round.
-        self.rounds.launch(self.rounds.count, self.rounds.mixing_rate)
+        self.rounds.launch()
 
     def _await_round(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.

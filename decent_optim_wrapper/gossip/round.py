@@ -116,7 +116,7 @@ class Round:
         # The stamps of the buckets for which it is noticed if others change the parameters.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
-    def open(self, age: int) -> Round:
+    def open(self, age: int = 0) -> Round:
         """Begin to exchange headers with the group.
 
         Args:

@@ -144,19 +144,20 @@ class Rounds:
         changed = flying.changed_in_flight() if flying else ()
         self._check(self.buckets, changed)
 
-    def begin(self, number: int, rate: float, age: int = 0) -> Round | None:
+    def begin(self, age: int = 0, rate: float | None = None) -> Round | None:
         """Begin a round, to which buckets are posted one by one.
 
         Args:
-            number: the number of the round.
-            rate: its mixing rate.
-            age: as in `Round.open`.
+            age: number of steps since the one that launches it; if ranks make the same steps, it is
+                so many rounds before the next one.
+            rate: its mixing rate; None for the rate of the next rounds.
 
         Returns:
             None if this rank is idle, or alone in its group and nothing needs the round; and while
             another round is in flight.
         """
-        plan = self.session.schedule.plan(number, rate)
+        number = self.count - age * self.policy.pacing.synchronous
+        plan = self.session.schedule.plan(number, rate or self.mixing_rate)
         # Alone in its group it exchanges nothing.
         needs = plan.group.size > 1 or self.extensions.all or self.policy.pacing.needs_snapshot
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None or not needs:
@@ -164,14 +165,13 @@ class Rounds:
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        return self.announce(CollectiveCall.STEP, plan, number, age)
-
-    def announce(
-        self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
-    ) -> Round:
-        """Begin a round by sending its header. A collective call posts no buckets to it."""
-        header = RoundHeader(call, self.count if number is None else number, plan.mixing_rate)
+        header = RoundHeader(CollectiveCall.STEP, number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
+
+    def announce(self, call: CollectiveCall, plan: RoundPlan) -> Round:
+        """Send the header of a collective call, as of a round without buckets."""
+        header = RoundHeader(call, self.count, plan.mixing_rate)
+        return Round(header, plan, self.session, self.policy).open()
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
@@ -181,22 +181,14 @@ class Rounds:
             self.count += 1
             launched.watch()
 
-    def launch(
-        self,
-        number: int,
-        rate: float,
-        age: int = 1,
-        snapshot: Mapping[Tensor, Tensor] | None = None,
-    ) -> None:
+    def launch(self, again: PendingResume | None = None) -> None:
         """Launch a whole round outside of a step, unless one is in flight.
 
         Args:
-            number: as in `begin`.
-            rate: as in `begin`.
-            age: number of steps since the one that would have launched it.
-            snapshot: as in `Round.post`.
+            again: the round that was in flight when a state was saved; None for the next one.
         """
-        if launched := self.begin(number, rate, age):
+        age, rate, snapshot = (again.age, again.rate, again.snapshot) if again else (1, None, None)
+        if launched := self.begin(age, rate):
             for bucket in launched.order.apply(self.buckets):
                 launched.post(bucket, snapshot)
             self.hand_over(launched)
@@ -210,7 +202,7 @@ class Rounds:
         self.begin_extensions()
         pending, self.pending = self.pending, self.pending.without_round()
         if pending.in_flight:
-            self.launch(self.count - pending.age, pending.rate, pending.age, pending.snapshot)
+            self.launch(pending)
 
     def begin_extensions(self) -> None:
         """Let the extensions begin a step."""

@@ -102,7 +102,7 @@ class Step:
             for bucket in tuple(arrived.unmixed):
                 if bucket not in rounds.buckets:
                     arrived.mix(bucket)
-        self._launched = rounds.begin(rounds.count, rounds.mixing_rate)
+        self._launched = rounds.begin()
 
     def advance(self, parts: Sequence[Bucket], update: Callable[..., Result], *args: Any) -> Result:
         """Mix some buckets, update their parameters, and send them.
