@@ -30,6 +30,7 @@ class _Process(ForkServerProcess):
             connection.close()
 
     def run(self) -> None:
+        start_server()
         for stream, connection in enumerate(self._output, 1):
             os.dup2(connection.fileno(), stream)
             connection.close()
@@ -60,7 +61,7 @@ def start_server() -> None:
         return
     # The tests, too: each rank would import its own for a tenth of a second.
     tests = [path.stem for path in Path(__file__).parent.glob("test_*.py")]
-    PROCESSES.set_forkserver_preload([*IMPORTED_ONCE, *tests])
+    PROCESSES.set_forkserver_preload([*IMPORTED_ONCE, *tests, "huge_pages"])
     # Where it finds them; Python 3.11 does not tell it.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()

@@ -13,7 +13,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from etcd_servers import free_ports
+from forked import forked_python
 from ranks import run_processes, run_script, run_script_on_ranks
 from torch import Tensor, nn
 
@@ -219,24 +219,44 @@ def test_the_program_of_the_cluster_guide_starts_its_ranks(tmp_path: Path) -> No
     assert [printed.count(each) for each in ("trained", "8")] == [4, 4], printed
 
 
+FORKED_KERNEL = """
+import multiprocessing, os, sys
+from forked import PROCESSES
+from ipykernel import kernelapp
+
+os.environ["JPY_PARENT_PID"] = str(os.getppid())  # with which it ends
+os.chdir({folder!r})
+sys.path.insert(0, {folder!r})
+sys.argv = ["", "-f", "{{connection_file}}"]
+multiprocessing.get_context = lambda method: PROCESSES
+kernelapp.launch_new_instance()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_cells_of_the_cluster_guide_train_in_a_notebook(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ipykernel")
-    from jupyter_client.manager import start_new_kernel
+    from jupyter_client.manager import KernelManager
 
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=env)
+    manager = KernelManager()
+    assert manager.kernel_spec is not None
+    # Without importing torch again in the kernel and in all ranks.
+    kernel = FORKED_KERNEL.format(folder=str(tmp_path))
+    manager.kernel_spec.argv = [*shlex.split(forked_python()), "-c", kernel]
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=100)
     try:
         for cell in cells_of_the_cluster_guide(tmp_path, 2):
             reply = client.execute_interactive(cell, timeout=280, output_hook=lambda _: None)
             assert reply["content"]["status"] == "ok", reply["content"]
     finally:
         client.stop_channels()
-        manager.shutdown_kernel(now=True)
+        manager.shutdown_kernel()
     # The ranks print where the kernel does.
     printed = capfd.readouterr().out
     assert [printed.count(each) for each in ("trained", "8")] == [2, 2], printed
