@@ -72,6 +72,9 @@ class Link:
 class Report:
     """The cost of the last steps on all ranks; `str` makes a table of it.
 
+    For whom a rank waits, and a slow link, are found only if ranks mix in pairs. A wait is put down
+    to a link only if a step sends more than 64 KiB, and nine rounds of ten wait for it.
+
     Args:
         ranks: the cost on each rank.
         slow_rank: the rank that computes longest; None unless that is much longer than the others.

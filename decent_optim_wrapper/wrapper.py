@@ -91,11 +91,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             the model.
         overlap: when a round is transferred: True, False, "forward" or a `Pacing`, as above. None
             is "forward" with `model`, and True without it, with `mesh`, or with `StateAverage` or
-            another extension that is collective. With "forward", code that reads parameters between
-            `step()` and the forward pass sees them before the mixing: call `synchronize()` first.
-            With True and copies, others may change parameters between two steps, but not in place
-            through ``.data``, which is not noticed. `state_dict()` of the model and of the wrapper
-            mix the round in flight.
+            another extension that is collective. See `synchronize` for code that reads or changes
+            parameters between two steps. `state_dict()` of the model and of the wrapper mix the
+            round in flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors of which `global_avg` also averages the floating-point ones, in the shapes
             that they have then, unless only some ranks have this shape, or all have a vector of
@@ -112,11 +110,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             which costs a copy of the parameters for each group of the rank. With more than 4
             groups, the parameters themselves are rounded. Exact averages are not rounded.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
-            and memory. Do not replace their storage afterwards, and call `synchronize()` before
-            changing their values by hand, or the next call raises (changes through ``.data`` are
-            not noticed). Not for an RNN on a GPU: its flatten_parameters() replaces the storage.
+            and memory. Do not replace their storage afterwards, and see `synchronize` before you
+            change their values by hand. Not for an RNN on a GPU: its flatten_parameters() replaces
+            the storage.
         timeout: how long to wait for a peer, as a timedelta or in seconds; None takes the timeout
-            of the process group.
+            of the process group, or torch's 30 minutes if there is only a store.
         on_nonfinite: what to do if parameters contain NaN or infinity before they are mixed:
             "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
             rank takes the mean of the other ranks of its group), or "ignore", which does not check.
@@ -132,7 +130,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: the model that the parameters belong to. It is needed if parameters are sharded, with
             ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer. What else
             it holds starts as on rank 0, except for tensors that other ranks hold in another shape,
-            or not at all. Its frozen parameters are averaged as `buffers` are.
+            or not at all; pass the part that the ranks share if another part is personal. Its
+            frozen parameters are averaged as `buffers` are.
         extensions: instances of `Extension`, which take part in the rounds, in any order:
             `GradientTracking`, `OuterOptimizer`, `StateAverage` and `StateGossip`, which are
             copied, and your own.
@@ -369,7 +368,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Call it after parameters were unfrozen, or added to the base without `add_param_group()`. A
         step in which such a parameter has a gradient raises an error otherwise. The ranks' own
-        values are mixed from the next round on.
+        values are mixed from the next round on. Freezing parameters later changes nothing.
         """
         parameters = named_parameters(self.param_groups)
         self._regroup(parameters, [])
@@ -440,8 +439,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def synchronize(self) -> None:
         """Wait for the round in flight and mix it.
 
-        Call it at the end of training, and before you change parameters by hand. With
-        `AsItArrives` it is collective and brings all ranks to the same round.
+        Call it at the end of training, and before your own code reads or changes parameters between
+        two steps. Otherwise, with "forward", parameters that are not read through a module are not
+        mixed yet, and a change raises an error in the next forward pass; with views a change raises
+        an error in the next step. With ``overlap=True`` and copies a change is kept. A change
+        through ``.data`` alone is not noticed. With `AsItArrives` it is collective and brings all
+        ranks to the same round.
 
         Raises:
             RuntimeError: an average is in place that may be reverted, and mixing would change it.
