@@ -245,9 +245,8 @@ class Coordinator:
 
     def keep_state(self) -> None:
         """Let the extensions follow an average that is kept; collective."""
-        rounds = self.rounds
-        for extension in rounds.extensions.all:
-            extension.kept(rounds.buckets, rounds.session.transport)
+        for extension in self.rounds.extensions.all:
+            extension.kept(self.rounds.buckets, self.rounds.session.transport)
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Run a collective action; if a rank is lost, run it again with the remaining ones.

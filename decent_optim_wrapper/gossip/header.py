@@ -131,15 +131,15 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
     Raises:
         CallOrderError: on all ranks, if one is in another method.
     """
-    others = {rank: text_of_call(call) for rank, (call,) in calls.items() if call != own}
+    others = {transport.members[rank]: call for rank, (call,) in calls.items() if call != own}
     if others:
+        found = ", ".join(
+            f"rank {rank} is in {text_of_call(call)}" for rank, call in others.items()
+        )
         error = CallOrderError(
-            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
-            + ", ".join(
-                f"rank {transport.members[rank]} is in {call}" for rank, call in others.items()
-            )
-            + "; call the same methods in the same order and equally often on every rank, whatever "
-            "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
+            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but {found}; call "
+            f"the same methods in the same order and equally often on every rank, whatever the "
+            f"numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )
         transport.fail(error)
         raise error
