@@ -303,7 +303,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                     loss, closure = closure(), None
             except BaseException as error:
                 # The others wait for this rank in their rounds.
-                self._coordinator.close(error)
+                self._coordinator.report_and_close(error)
                 raise
         # GradScaler sets the two attributes here around its call of step().
         scaling = Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
@@ -708,7 +708,7 @@ def _check_forward_pass(coordinator: Coordinator) -> None:
             f"synchronize() before parameters are read in another way; set gradients to None for a "
             f"step without a batch"
         )
-        coordinator.close(error)
+        coordinator.report_and_close(error)
         raise error
 
 

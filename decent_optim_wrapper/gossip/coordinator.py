@@ -204,10 +204,10 @@ class Coordinator:
         if nonfinite:
             raise nonfinite[0]
 
-    def discard(self) -> None:
+    def receive_and_abandon(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
         self.early.commit()
-        self.with_recovery(self.rounds.discard)
+        self.with_recovery(self.rounds.receive_and_abandon)
 
     def _finish(self, nonfinite: list[NonFiniteError] | None = None) -> None:
         """Finish the round in flight; note a `NonFiniteError` in the list, or raise it."""
@@ -236,7 +236,7 @@ class Coordinator:
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
         self.average.keep()
-        self.discard()
+        self.receive_and_abandon()
         with self.propagating():
             if self.members and any(each.collective for each in self.rounds.extensions.all):
                 self.members.meet(CollectiveCall.KEEP_AVERAGE, self.keep_state)
@@ -376,10 +376,10 @@ class Coordinator:
             raise
         except BaseException as error:
             if not isinstance(error, (NonFiniteError, *shared)):
-                self.close(error)
+                self.report_and_close(error)
             raise
 
-    def close(self, error: BaseException) -> None:
+    def report_and_close(self, error: BaseException) -> None:
         """Close the connections for good, and leave the error in the store for the other ranks."""
         self.rounds.abandon()
         for transport in self.transports:

@@ -137,9 +137,9 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
             f"rank {rank} is in {text_of_call(call)}" for rank, call in others.items()
         )
         error = CallOrderError(
-            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but {found}; call "
-            f"the same methods in the same order and equally often on every rank, whatever the "
-            f"numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
+            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but {found}; "
+            f"call the same methods in the same order and equally often on every rank, whatever "
+            f"the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )
         transport.fail(error)
         raise error

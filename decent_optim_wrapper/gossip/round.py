@@ -375,10 +375,10 @@ class Round:
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
-        self.messages.drop()
+        self.messages.abandon()
         self.unmixed.clear()
         self._exchanges.clear()
         self._unflagged.clear()
         self._stamps.clear()
         self._headers = []
-        self.flags.drop()
+        self.flags.abandon()

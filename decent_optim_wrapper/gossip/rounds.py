@@ -266,7 +266,7 @@ class Rounds:
             flying.abandon()
         self._open["round"] = None
 
-    def discard(self) -> None:
+    def receive_and_abandon(self) -> None:
         """Wait for the round in flight, and drop it without mixing."""
         self.unchecked = None
         self.pending = PendingResume(source=self.pending.source)

@@ -212,7 +212,7 @@ def _read(coordinator: Coordinator, saved: dict[str, Any], rate: float) -> Calla
     def load() -> None:
         coordinator.average.keep()
         try:
-            coordinator.discard()
+            coordinator.receive_and_abandon()
         finally:
             # Even if the round in flight has failed. Extensions load only now: that round may have
             # been sending their tensors, and a new plan changes what they hold.

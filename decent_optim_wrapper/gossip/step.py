@@ -139,7 +139,7 @@ class Step:
             # that the connections are closed.
             if launched:
                 launched.abandon()
-            coordinator.close(error)
+            coordinator.report_and_close(error)
             return
         try:
             if launched:

@@ -28,7 +28,7 @@ def settle_owners(tensors: Iterable[Tensor]) -> None:
         flying, transport = coordinator.rounds.in_flight, coordinator.rounds.session.transport
         # With an average in place, the next step drops the round.
         if flying and coordinator.average.snapshot is None and not transport.is_closed:
-            (coordinator.discard if flying.is_outdated else coordinator.synchronize)()
+            (coordinator.receive_and_abandon if flying.is_outdated else coordinator.synchronize)()
 
 
 def add_owner(coordinator: Coordinator) -> None:

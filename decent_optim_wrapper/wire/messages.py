@@ -109,7 +109,7 @@ class Messages:
         except WireError as error:
             raise self.lost(self.failed_bucket, self._round.peers, error.silent) from error
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Post nothing more."""
         if self.thread is not None:
             # The thread may still use memory that the next round uses.
@@ -283,7 +283,7 @@ class FiniteFlags:
         self._raise_of(bad)
         self._warn_of(bad)
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Stop waiting."""
         for flags in self.messages:
             flags.pending.clear()
