@@ -3,7 +3,7 @@
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.config import Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
-from decent_optim_wrapper.elastic.elastic import Elastic
+from decent_optim_wrapper.elastic.membership.elastic import Elastic
 from decent_optim_wrapper.elastic.stores.etcd_store import EtcdStore
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from decent_optim_wrapper.checkpoint.export import export_average
+from decent_optim_wrapper.elastic.launcher.launcher import launch
+from decent_optim_wrapper.elastic.launcher.options import add_arguments, read_arguments
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.launcher.launcher import launch
-from decent_optim_wrapper.launcher.options import add_arguments, read_arguments
 from decent_optim_wrapper.planning import link_probe, tables
 from decent_optim_wrapper.planning.plan import Job, plan
 

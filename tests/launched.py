@@ -15,7 +15,7 @@ from forked import start_process
 from ranks import print_to
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import nodes, program
+from decent_optim_wrapper.elastic.launcher import nodes, program
 
 # What a rank's script begins with. Ranks tell what they do by files in the folder of the test.
 PROLOGUE = """

@@ -18,7 +18,7 @@ from torch.distributed.run import determine_local_world_size
 
 from decent_optim_wrapper import __version__
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher.options import LaunchOptions
+from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
 from decent_optim_wrapper.planning import suggest
 
 PROGRAM = "python -m decent_optim_wrapper"

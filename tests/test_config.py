@@ -36,9 +36,9 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key
-from decent_optim_wrapper.elastic.liveness import ENDED
-from decent_optim_wrapper.elastic.rendezvous import key_prefix, mark_end
+from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, beat_key
+from decent_optim_wrapper.elastic.membership.liveness import ENDED
+from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix, mark_end
 from decent_optim_wrapper.start.arguments import Arguments
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
-from decent_optim_wrapper.data.dealing import Dealing
+from decent_optim_wrapper.elastic.data.dealing import Dealing
 from decent_optim_wrapper.gossip.schedule import Pacing
 
 SAMPLES = 203

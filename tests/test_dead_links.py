@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.elastic import links
-from decent_optim_wrapper.elastic.epoch import Note
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
-from decent_optim_wrapper.elastic.links import LinkTrial
+from decent_optim_wrapper.elastic.membership import links
+from decent_optim_wrapper.elastic.membership.epoch import Note
+from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.membership.links import LinkTrial
 from decent_optim_wrapper.errors import PeerError
 
 TIMEOUT = timedelta(seconds=6)

@@ -29,8 +29,8 @@ from torch.distributed import DistError
 from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
-from decent_optim_wrapper.launcher import nodes
+from decent_optim_wrapper.elastic.launcher import nodes
+from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

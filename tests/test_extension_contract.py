@@ -34,7 +34,7 @@ from decent_optim_wrapper import (
     StateAverage,
     StateGossip,
 )
-from decent_optim_wrapper.elastic import heartbeat, rendezvous
+from decent_optim_wrapper.elastic.membership import heartbeat, rendezvous
 from decent_optim_wrapper.gossip.schedule import WithinStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GradientTracking")]
@@ -211,7 +211,7 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     monkeypatch.setattr(
         heartbeat.Heartbeat, "alive", lambda own, rank: rank not in dead and alive(own, rank)
     )
-    monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("decent_optim_wrapper.elastic.membership.heartbeat._LONGEST_PAUSE", 0.02)
     # The threads build their wrappers in any order.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
     elastic = {"elastic": Elastic(store=HashStore(), stale_after=60.0), "timeout": 20}

@@ -27,7 +27,7 @@ from forked import forked_python
 from ranks import run_processes, run_script, run_script_on_ranks
 from torch import Tensor, nn
 
-from decent_optim_wrapper.launcher.options import add_arguments
+from decent_optim_wrapper.elastic.launcher.options import add_arguments
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "guides"

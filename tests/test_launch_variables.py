@@ -14,8 +14,8 @@ from ranks import run_processes
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
-from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE
+from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.start.launch import find_launch, init_distributed
 
 # What each launcher calls the rank, the number of ranks, and both among the ranks of the node.

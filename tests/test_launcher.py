@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper import EtcdStore
+from decent_optim_wrapper.elastic.launcher.output import Output
 from decent_optim_wrapper.elastic.stores.launched_store import find_launched_store
-from decent_optim_wrapper.launcher.output import Output
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,6 +16,7 @@ import pytest
 from restartable_processes import Failure, Report, RestartableProcesses, StoreProcess, train_or_tell
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
+from decent_optim_wrapper.elastic.membership import rendezvous
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +42,7 @@ def train_on_a_host(
         report("attempts", next(attempts))
         return connect_gloo(*args)
 
-    with mock.patch("decent_optim_wrapper.elastic.rendezvous.connect_gloo", connect_and_report):
+    with mock.patch.object(rendezvous, "connect_gloo", connect_and_report):
         report("result", train_or_tell(rank, world_size, store, report, **options))
     # What hangs on a dead link must not hang this process, either.
     os._exit(0)

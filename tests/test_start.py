@@ -27,6 +27,8 @@ from decent_optim_wrapper import (
     Topology,
     TopologyFactory,
 )
+from decent_optim_wrapper.elastic.membership import rendezvous
+from decent_optim_wrapper.start import start
 from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Ring
 from decent_optim_wrapper.wire.broadcast import digest
@@ -205,10 +207,10 @@ def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_constructor_that_waits_says_which_ranks_have_not_come(
     is_elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where in ("start.start", "elastic.rendezvous"):
-        monkeypatch.setattr(f"decent_optim_wrapper.{where}.PATIENCE", 0.2)
+    for where in (start, rendezvous):
+        monkeypatch.setattr(where, "PATIENCE", 0.2)
     # Counts the wrappers of a process, which all these ranks share.
-    monkeypatch.setattr("decent_optim_wrapper.elastic.rendezvous.key_prefix", lambda _: "one")
+    monkeypatch.setattr(rendezvous, "key_prefix", lambda _: "one")
     store, told = HashStore(), threading.Event()
     texts: list[str] = []
 

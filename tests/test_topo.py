@@ -15,7 +15,7 @@ from scripted_ranks import listed
 from torch import Tensor
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
-from decent_optim_wrapper.elastic.recovery import fitting
+from decent_optim_wrapper.elastic.membership.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
 from decent_optim_wrapper.topo.base import REGISTRY

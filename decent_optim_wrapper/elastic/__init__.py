@@ -1,1 +1,1 @@
-"""Continuing without lost ranks, and with ranks that come back."""
+"""Ranks that come and go: their membership, their launcher, their data, and stores to meet in."""

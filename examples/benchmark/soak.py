@@ -56,7 +56,7 @@ from decent_optim_wrapper import (
     Elastic,
     GradientTracking,
 )
-from decent_optim_wrapper.elastic.rendezvous import key_prefix
+from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])

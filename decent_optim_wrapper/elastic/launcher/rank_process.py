@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.output import STDERR, STDOUT, Output
-from decent_optim_wrapper.launcher.program import Process, Program
+from decent_optim_wrapper.elastic.launcher.console import Console
+from decent_optim_wrapper.elastic.launcher.output import STDERR, STDOUT, Output
+from decent_optim_wrapper.elastic.launcher.program import Process, Program
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
 from decent_optim_wrapper.comm.waiting import wait_for_any
-from decent_optim_wrapper.elastic.epoch import Note
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.membership.epoch import Note
+from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError
 
 _POLL_SECONDS = 0.05

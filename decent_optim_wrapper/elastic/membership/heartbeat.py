@@ -15,7 +15,7 @@ from loguru import logger
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
-from decent_optim_wrapper.elastic.liveness import ENDED, Beat, EpochWatch
+from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat, EpochWatch
 from decent_optim_wrapper.errors import text_of
 
 # The longest interval between two heartbeats. A rank makes two calls to the store in each.

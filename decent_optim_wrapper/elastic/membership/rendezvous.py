@@ -38,10 +38,15 @@ from decent_optim_wrapper.comm.store import (
 )
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
-from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note, with_donor
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, process_name, request_key
-from decent_optim_wrapper.elastic.links import LinkTrial
-from decent_optim_wrapper.elastic.liveness import ENDED, Beat
+from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE, Epoch, Note, with_donor
+from decent_optim_wrapper.elastic.membership.heartbeat import (
+    Heartbeat,
+    beat_key,
+    process_name,
+    request_key,
+)
+from decent_optim_wrapper.elastic.membership.links import LinkTrial
+from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02

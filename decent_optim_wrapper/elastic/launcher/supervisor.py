@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.elastic.rendezvous import mark_end
-from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.nodes import Nodes
-from decent_optim_wrapper.launcher.options import LaunchOptions
-from decent_optim_wrapper.launcher.program import Program
-from decent_optim_wrapper.launcher.rank_process import RankProcess
+from decent_optim_wrapper.elastic.launcher.console import Console
+from decent_optim_wrapper.elastic.launcher.nodes import Nodes
+from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
+from decent_optim_wrapper.elastic.launcher.program import Program
+from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
+from decent_optim_wrapper.elastic.membership.rendezvous import mark_end
 
 _POLL_SECONDS = 0.05
 _LONGEST_BACKOFF = 60.0

@@ -12,7 +12,7 @@ from functools import cache
 from queue import SimpleQueue
 from threading import Event, Thread
 
-from decent_optim_wrapper.launcher.output import STDERR, Output, write
+from decent_optim_wrapper.elastic.launcher.output import STDERR, Output, write
 
 _PAUSE = 0.05
 # Copies what is new; returns whether more may come.

@@ -40,7 +40,7 @@ def main(launcher: int, descriptor: int, pause: float, *command: str) -> None:
         if is_spare := not wait([connection], pause):
             # The script will say why not, if it needs it.
             with suppress(Exception):
-                import_module("decent_optim_wrapper")
+                import_module("decent_optim_wrapper.elastic.membership.elastic")
         message, files, *_ = socket.recv_fds(connection, 65536, 2)
     if not message or os.getppid() != launcher:
         # The launcher has ended.

@@ -16,13 +16,13 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.comm.process_groups import gloo_variables
+from decent_optim_wrapper.elastic.launcher.console import Console
+from decent_optim_wrapper.elastic.launcher.nodes import Nodes
+from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
+from decent_optim_wrapper.elastic.launcher.program import Program
+from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
+from decent_optim_wrapper.elastic.launcher.supervisor import ENDING, Supervisor
 from decent_optim_wrapper.elastic.stores.launched_store import STORE_VARIABLE
-from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.nodes import Nodes
-from decent_optim_wrapper.launcher.options import LaunchOptions
-from decent_optim_wrapper.launcher.program import Program
-from decent_optim_wrapper.launcher.rank_process import RankProcess
-from decent_optim_wrapper.launcher.supervisor import ENDING, Supervisor
 
 _NAME = "decent_optim_wrapper"
 # How long the launcher waits at its end for a console that nobody empties, after a signal.

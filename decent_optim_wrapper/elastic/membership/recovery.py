@@ -13,9 +13,9 @@ import torch
 from loguru import logger
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.elastic.epoch import Epoch, Note
-from decent_optim_wrapper.elastic.hand_over import hand_over
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.elastic.membership.epoch import Epoch, Note
+from decent_optim_wrapper.elastic.membership.hand_over import hand_over
+from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.header import CollectiveCall

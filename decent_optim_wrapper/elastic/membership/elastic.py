@@ -9,9 +9,9 @@ from typing import Annotated
 from torch._C._distributed_c10d import Store
 
 from decent_optim_wrapper.checks import CheckedFields, instance_of, optional, positive
-from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
-from decent_optim_wrapper.elastic.recovery import OnChange, Recovery
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE
+from decent_optim_wrapper.elastic.membership.recovery import OnChange, Recovery
+from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.elastic.stores.launched_store import find_launched_store
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.start.membership import Elasticity, StoreWorld

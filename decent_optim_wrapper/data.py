@@ -1,5 +1,5 @@
 """Data for ranks that are lost and come back."""
 
-from decent_optim_wrapper.data.sampler import ElasticSampler
+from decent_optim_wrapper.elastic.data.sampler import ElasticSampler
 
 __all__ = ["ElasticSampler"]

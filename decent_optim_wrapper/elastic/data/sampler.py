@@ -10,7 +10,7 @@ import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
-from decent_optim_wrapper.data.dealing import Change, Dealing, Rules, Summary, agree
+from decent_optim_wrapper.elastic.data.dealing import Change, Dealing, Rules, Summary, agree
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 

@@ -1,0 +1,1 @@
+"""Deals samples to ranks that are lost and come back."""

@@ -1,0 +1,1 @@
+"""Continuing without lost ranks, and with ranks that come back."""
