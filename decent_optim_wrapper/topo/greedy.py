@@ -1,19 +1,27 @@
-"""A schedule of pairs that disagree most, computed before training."""
+"""A schedule of pairs that disagree most, computed before training.
+
+A round pairs greedily and improves the pairs by swaps. The result depends on the disagreement only:
+ties go to the lower ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.topo.base import Topology
-from decent_optim_wrapper.topo.matching import DIGITS, Matching, match
+
+Matching = list[tuple[int, ...]]
+Table = Sequence[Sequence[float]]
 
 _MOST_RANKS = 256
 _MOST_ROUNDS = 200
 _MOST_ROUNDS_OF_MANY = 32
 _MANY = 64
+_DIGITS, _GAIN = 9, 1e-9
 
 
 class Greedy(Topology):
@@ -51,7 +59,7 @@ class Greedy(Topology):
             if start is not None:
                 return matchings[start:]
             seen.append(rounded)
-            matchings.append(match(disagreement.round(decimals=DIGITS).tolist()))
+            matchings.append(match(disagreement.round(decimals=_DIGITS).tolist()))
             covariance = _mixed(covariance, matchings[-1]) + noise
         return matchings
 
@@ -69,3 +77,53 @@ def _group_means(rows: Tensor, matching: Matching) -> Tensor:
     for group in matching:
         means[list(group)] = sum(rows[rank] for rank in group) / len(group)
     return means
+
+
+def match(table: Table) -> Matching:
+    """Greedy pairs, improved by swaps, and one triple if the number of ranks is odd.
+
+    Args:
+        table: symmetric; ``table[i][j]`` is the gain of pairing ranks i and j.
+
+    Returns:
+        The groups in the order of their ranks.
+    """
+    pairs = _greedy_pairs(table)
+    _swap_partners_(pairs, table)
+    groups: Matching = list(pairs)
+    paired = {rank for pair in pairs for rank in pair}
+    for last in {*range(len(table))} - paired:
+        gains = [
+            round(2 * (table[a][b] + table[a][last] + table[b][last]) / 3 - table[a][b], _DIGITS)
+            for a, b in pairs
+        ]
+        groups[gains.index(max(gains))] += (last,)
+    return sorted(tuple(sorted(group)) for group in groups)
+
+
+def _greedy_pairs(table: Table) -> list[tuple[int, int]]:
+    """Take the pairs i < j in the order (-table, i, j) whose ranks are both free."""
+    # A stable sort: pairs of equal gain stay in the order of their ranks.
+    order = sorted(combinations(range(len(table)), 2), key=lambda pair: -table[pair[0]][pair[1]])
+    free = set(range(len(table)))
+    pairs = []
+    for i, j in order:
+        if i in free and j in free:
+            free -= {i, j}
+            pairs.append((i, j))
+    return pairs
+
+
+def _swap_partners_(pairs: list[tuple[int, int]], table: Table) -> None:
+    """Exchange the partners of two pairs as long as the total gain grows (2-opt)."""
+    swapped = True
+    while swapped:
+        swapped = False
+        for one, other in combinations(range(len(pairs)), 2):
+            (a, b), (c, d) = pairs[one], pairs[other]
+            straight = table[a][c] + table[b][d]
+            crossed = table[a][d] + table[b][c]
+            if max(straight, crossed) > table[a][b] + table[c][d] + _GAIN:
+                better = ((a, c), (b, d)) if straight >= crossed else ((a, d), (b, c))
+                pairs[one], pairs[other] = better
+                swapped = True
