@@ -72,7 +72,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How 8 ranks are arranged: the sizes of the dimensions, outermost first.
+    """How 4 or 8 ranks are arranged: the sizes of the dimensions, outermost first.
 
     "gossip" is one of them; "fsdp", "replicate", "tp" and "pp" are the others. `outermost` is
     whether FSDP shards the outermost module, too, and not only the blocks.
@@ -106,9 +106,9 @@ def make_mesh(sizes: tuple[tuple[str, int], ...], timeout: timedelta | None) -> 
 
 LAYOUTS = {
     "tp inside": Layout({"gossip": 4, "tp": 2}),
-    "fsdp inside": Layout({"gossip": 4, "fsdp": 2}),
+    "fsdp inside": Layout({"gossip": 2, "fsdp": 2}),
     # Each block keeps its parameters gathered after a forward pass without gradients.
-    "only blocks": Layout({"gossip": 4, "fsdp": 2}, outermost=False),
+    "only blocks": Layout({"gossip": 2, "fsdp": 2}, outermost=False),
     "fsdp with empty shards": Layout({"gossip": 2, "fsdp": 4}, cap_mb=CAP_MB / 2),
     "hsdp": Layout({"gossip": 2, "replicate": 2, "fsdp": 2}),
     "pipeline gpipe": Layout({"pp": 2, "gossip": 4}, schedule=ScheduleGPipe),
