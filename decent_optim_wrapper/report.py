@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.rounds import Rounds
-from decent_optim_wrapper.planning.tables import table
 
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
 # step for which both ends wait for a slow link.
@@ -34,6 +33,8 @@ _SEND_LESS = (
 _NOT_FOR_BYTES = "they share cores, or their steps vary, or the network's latency is long"
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
+# A row of a table: its values by the names of the columns.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -185,3 +186,19 @@ def measure(rounds: Rounds) -> Tensor:
         waits.append(sorted(cost.wait_seconds for cost in of) or [0.0])
     row += [*map(median, waits), *(each[len(each) // 10] for each in waits)]
     return torch.tensor(row, dtype=torch.float64, device="cpu")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Align rows under the names of their columns."""
+    cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "never"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

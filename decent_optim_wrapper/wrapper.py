@@ -38,7 +38,6 @@ from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
-from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.report import Report, diagnose, measure
@@ -423,6 +422,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 statistics does not fit the averaged model. If the model is in training mode, norms
                 in evaluation mode do not change. The statistics are restored with the parameters.
         """
+        # Most runs average no batch norms.
+        from decent_optim_wrapper.optim.batch_norms import recalibrated
+
         nested = self.is_averaged
         self._shared["average_contexts"] += 1
         try:

@@ -21,7 +21,7 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.optim.gradients import params_of
-from decent_optim_wrapper.optim.splittable import SPLITTABLE
+from decent_optim_wrapper.optim.splittable import is_splittable
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
@@ -139,7 +139,7 @@ class DecentralizedDataParallel(Module):
             sync_buffer_in_global_avg,
             ignored,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
-            at_end=update_in_backward is False or type(base) not in SPLITTABLE,
+            at_end=update_in_backward is False or not is_splittable(type(base)),
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
             overlap=overlap,

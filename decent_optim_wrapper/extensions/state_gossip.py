@@ -14,7 +14,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import CastCodec, wide
 from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
-from decent_optim_wrapper.optim.splittable import SPLITTABLE
+from decent_optim_wrapper.optim.splittable import is_splittable
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.storage import Flat
@@ -50,7 +50,7 @@ class StateGossip(Extension):
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
         self._layout = context.layout._replace(as_view=False, codec=codec)
         # Optimizers of which no more is known may keep states of half-precision parameters wider.
-        self._widens = type(context.optimizer) not in SPLITTABLE
+        self._widens = not is_splittable(type(context.optimizer))
 
     def describe(self) -> str:
         """The names."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.rounds import Rounds
+from decent_optim_wrapper.gossip.session import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.held import Averaged
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error

@@ -19,9 +19,9 @@ from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import RoundState
 from decent_optim_wrapper.gossip.rounds import Rounds
+from decent_optim_wrapper.gossip.session import Replica
 
 Result = TypeVar("Result")
 

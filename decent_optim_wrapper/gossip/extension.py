@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.schedule import Intervals, Pacing, RoundKind
+from decent_optim_wrapper.gossip.session import Replica
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import Layout

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from loguru import logger
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.gossip.step_gate import StepGate
 from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
-from decent_optim_wrapper.optim.splittable import SPLITTABLE
+from decent_optim_wrapper.optim.splittable import is_splittable
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import (
     Named,
@@ -30,6 +31,7 @@ from decent_optim_wrapper.wire.parameters import (
 
 # Called with some parameters and a function that updates them; decides whether to call it.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
+_HOOKS = "_optimizer_step_pre_hooks"
 
 
 class Scaling(NamedTuple):
@@ -95,6 +97,7 @@ class LocalUpdate:
         self._extensions = extensions
         self._rank = rank
         self._gate = StepGate.of(optimizer, self, rank)
+        self._is_splittable = is_splittable(type(optimizer))
         self._partition: _Partition | None = None
         # The names, for errors, of the parameters in the base when the buckets were planned.
         self._names_of: dict[int, str] = {}
@@ -110,7 +113,7 @@ class LocalUpdate:
         anything: both need one update of everything before the launch.
         """
         base = self._optimizer
-        if type(base) not in SPLITTABLE or step_hooks(base):
+        if not self._is_splittable or step_hooks(base):
             return False
         own = vars(base).get("step")
         by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
@@ -308,3 +311,58 @@ def step_hooks(optimizer: Optimizer) -> bool:
     own = vars(optimizer)
     before = {*map(type, own.get("_optimizer_step_pre_hooks", {}).values())}
     return bool(before - {StepGate} or own.get("_optimizer_step_post_hooks"))
+
+
+class StepGate:
+    """A hook before the steps of a base, and of optimizers inside it, as SAM has one.
+
+    It is shared by all wrappers of the base, and refuses nothing once they are gone. Nor does it
+    refuse a step at learning rate 0, with which torch.distributed.checkpoint creates the state.
+
+    Args:
+        rank: this rank, for errors.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._users = WeakSet[Any]()
+        self._is_open = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, user: Any, rank: int) -> StepGate:
+        """The gate of a base, which is in force as long as `user` exists."""
+        held = (optimizer, *vars(optimizer).values())
+        # A base that skips Optimizer.__init__ has no hook tables.
+        hooked = [each for each in held if isinstance(each, Optimizer) and _HOOKS in vars(each)]
+        found = (hook for each in hooked for hook in vars(each)[_HOOKS].values())
+        gate = next((hook for hook in found if isinstance(hook, cls)), None)
+        if gate is None:
+            gate = cls(rank)
+            for each in hooked:
+                each.register_step_pre_hook(gate)
+        gate._users.add(user)
+        return gate
+
+    def __enter__(self) -> None:
+        """Let the wrapper step."""
+        self._is_open = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_open = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check a step.
+
+        Raises:
+            CallOrderError: it comes from somewhere else.
+        """
+        if self._is_open or not self._users:
+            return
+        if any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
+            raise CallOrderError(
+                f"rank {self._rank}: expected steps through the wrapper, but step() of the "
+                f"{type(optimizer).__name__} in it was called, which makes no round; call step() "
+                f"of the wrapper. If the base makes a step in parts, as SAM does with first_step() "
+                f"and second_step(), pass a closure to step(). To step without gossip, drop the "
+                f"wrapper"
+            )

@@ -5,10 +5,6 @@ from __future__ import annotations
 from torch import optim
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
-from decent_optim_wrapper.optim.adamw import AdamW
-from decent_optim_wrapper.optim.quasi_global import QGSGD
-
 # State per parameter and nothing that couples parameters: updating them in several calls is the
 # same computation. Exact types only, since a subclass may couple what its parent does not.
 SPLITTABLE: tuple[type[Optimizer], ...] = (
@@ -25,8 +21,9 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
     optim.ASGD,
     optim.Adafactor,
     *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
-    AccumAdam,
-    AccumAdamW,
-    AdamW,
-    QGSGD,
 )
+
+
+def is_splittable(kind: type[Optimizer]) -> bool:
+    """Return whether it is one of torch's or of this folder's, which all are, and no subclass."""
+    return kind in SPLITTABLE or kind.__module__.rpartition(".")[0] == __package__

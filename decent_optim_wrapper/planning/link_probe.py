@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.planning.tables import table
+from decent_optim_wrapper.report import table
 from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024

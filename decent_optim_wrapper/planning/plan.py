@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from decent_optim_wrapper.planning.tables import table
+from decent_optim_wrapper.report import table
 from decent_optim_wrapper.topo import Group
 
 _FORWARD = 1 / 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from decent_optim_wrapper.planning.analysis import (
     bytes_per_round,
@@ -11,10 +10,8 @@ from decent_optim_wrapper.planning.analysis import (
     rounds_to_consensus,
     steady_error,
 )
+from decent_optim_wrapper.report import Row, table
 from decent_optim_wrapper.topo import Topology, TopologyFactory
-
-# A row of a table: its values by the names of the columns.
-Row = dict[str, Any]
 
 # Printed below the table of topologies, on one line.
 _LEGEND = (
@@ -45,14 +42,6 @@ def topologies(world_size: int, local_world_size: int, names: Sequence[str] | No
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Align rows under the names of their columns."""
-    cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
 def _choose(
     world_size: int, local_world_size: int, names: Sequence[str] | None
 ) -> tuple[dict[str, Topology], dict[str, str]]:
@@ -81,11 +70,3 @@ def _figures(name: str, topology: Topology) -> Row:
         "copies_mean": copies.mean,
         "copies_maximum": copies.maximum,
     }
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "never"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

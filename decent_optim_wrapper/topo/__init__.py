@@ -10,7 +10,7 @@ from decent_optim_wrapper.topo.any_size import (
     Hypercuboid,
     RandomMatching,
 )
-from decent_optim_wrapper.topo.base import Topology
+from decent_optim_wrapper.topo.base import Group, Topology
 from decent_optim_wrapper.topo.classic import (
     AlternatingExponentialRing,
     Complete,
@@ -19,7 +19,6 @@ from decent_optim_wrapper.topo.classic import (
 )
 from decent_optim_wrapper.topo.factory import TopologyFactory, default_name
 from decent_optim_wrapper.topo.greedy import Greedy
-from decent_optim_wrapper.topo.group import Group
 
 __all__ = [
     "AlternatingExponentialRing",

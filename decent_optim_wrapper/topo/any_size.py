@@ -10,9 +10,8 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
-from decent_optim_wrapper.topo.base import Topology, build
+from decent_optim_wrapper.topo.base import Group, Topology, build
 from decent_optim_wrapper.topo.classic import EvenSizes
-from decent_optim_wrapper.topo.group import Group
 
 
 class Hypercuboid(Topology):
