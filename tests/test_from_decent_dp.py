@@ -192,10 +192,68 @@ def code(title: str) -> str:
     return found[1]
 
 
+# What comes before the scripts of the guide, and their equals with decent-dp.
+TRAINED = """
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 1))
+
+
+def batches(rank, epoch):
+    generator = torch.Generator().manual_seed(1000 * rank + epoch)
+    for _ in range(10):
+        inputs = torch.randn(32, 10, generator=generator)
+        yield inputs, inputs.sum(dim=1, keepdim=True).sin()
+"""
+THEIR_SCRIPT = """
+from functools import partial
+
+import torch.distributed as dist
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
+from decent_dp.utils import initialize_dist
+
+rank, world_size = initialize_dist()
+model = DecentralizedDataParallel(
+    build_model(),
+    optim_fn=partial(optim_fn_adamw, lr=0.01, weight_decay=0.0),
+    lr_scheduler_fn=partial(lr_scheduler_fn_cosine_with_warmup, t_max=25, t_warmup=5),
+    topology="complete",
+    grad_clip_norm=1.0,
+)
+for epoch in range(3):
+    model.train()
+    for inputs, targets in batches(rank, epoch):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()  # updates and communicates
+    model.global_avg()
+    model.eval()  # validate here
+    model.revert_global_avg()
+model.global_avg(will_revert=False)
+dist.destroy_process_group()
+"""
+THEIR_TOPOLOGY = """
+from decent_dp.topo import Edge, Topology, TopologyReg
+
+
+@TopologyReg.register("lazy-ring")
+class LazyRing(Topology):
+    def _get_topo_edges(self):
+        n = self._world_size
+        return [
+            [Edge(ranks=[i, (i + 1) % n], weight=0.75) for i in range(start, n, 2)]
+            for start in (0, 1)
+        ]
+"""
+
+
 def register_lazy_ring() -> None:
     if "lazy-ring" not in REGISTRY:
-        for title in ("a topology in decent-dp", "a topology here"):
-            exec(code(title), {})
+        for topology in (THEIR_TOPOLOGY, code("a topology here")):
+            exec(topology, {})
 
 
 def run_scripts() -> Rows:
@@ -203,10 +261,10 @@ def run_scripts() -> Rows:
     become_a_rank_of_theirs()
     ends = []
     with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
-        for title in ("decent-dp", "the class", "the wrapper"):
+        for part in (THEIR_SCRIPT, code("the class"), code("the wrapper")):
             torch.manual_seed(dist.get_rank())
             script: dict[str, Any] = {}
-            exec(code("what is trained") + code(title), script)
+            exec(TRAINED + part, script)
             ends.append(flatten(list(script["model"].parameters())).tolist())
     return ends
 
@@ -220,7 +278,7 @@ def test_the_scripts_of_the_guide_end_with_the_same_model(four_ranks: KeptRanks)
 
 def test_a_model_saved_by_decent_dp_is_loaded_as_the_guide_says() -> None:
     script: dict[str, Any] = {}
-    exec(code("what is trained"), script)
+    exec(TRAINED, script)
     trained = script["build_model"]()
     holder = nn.Module()
     holder.add_module("_model", trained)  # As DecentralizedDataParallel holds it.
