@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.forks import after_fork
-from decent_optim_wrapper.parameter_reads import Watch
 
 # Called with parameters; None for all.
 Announce = Callable[[Iterable[Tensor] | None], None]
@@ -73,9 +72,8 @@ class ForwardHooks:
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
-        names = "before_model", "before", "before_reading", "before_listing", "before_saving"
-        first, before, read, listed, saved = (_Hook(self, name) for name in names)
-        watch = Watch(read=read, listed=listed, copied=saved)
+        names = "before_model", "before", "before_saving"
+        first, before, saved = (_Hook(self, name) for name in names)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
             if id(module) not in self._own and not isinstance(module, torch.jit.ScriptModule):
@@ -83,7 +81,8 @@ class ForwardHooks:
                 # First of all: FSDP gathers shards in such a hook.
                 hook = module.register_forward_pre_hook(called, prepend=True)
                 on_save = module.register_state_dict_pre_hook(saved)  # type: ignore[no-untyped-call]
-                for end in (hook.remove, on_save.remove, watch.begin(module)):
+                end_of_reads = _watch_parameters(module, weakref.ref(self))
+                for end in (hook.remove, on_save.remove, end_of_reads):
                     self._end.callback(end)
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced, self._known = {}, set()
@@ -113,7 +112,8 @@ class ForwardHooks:
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
         # Without a look at the module: its code would be compiled anew for each layer.
-        if self._in_compiled_code():
+        if torch.compiler.is_compiling():
+            self._announce_in_compiled_code()
             return
         key, begins = id(module), not self._called
         begins_anew = begins and next(iter(self._called_before), None) != key
@@ -133,7 +133,10 @@ class ForwardHooks:
 
     def before_reading(self, param: nn.Parameter) -> None:
         """Announce a parameter that is read as an attribute, unless it was announced."""
-        if not (self._in_compiled_code() or self._is_compiled or id(param) in self._known):
+        if torch.compiler.is_compiling():
+            self._announce_in_compiled_code()
+            return
+        if not (self._is_compiled or id(param) in self._known):
             self._announce((param,))
             # Only now: another thread must wait, too.
             self._known.add(id(param))
@@ -151,11 +154,10 @@ class ForwardHooks:
         """Make sure that a state dict holds whole rounds only."""
         self._settle()
 
-    def _in_compiled_code(self) -> bool:
-        """Return whether this is traced for compiled code, which then announces what it must."""
+    def _announce_in_compiled_code(self) -> None:
+        """Let code that is traced now announce all parameters, if it may begin a pass."""
         if torch.compiler.is_dynamo_compiling() and self._compiled_code_begins():
             self._announce_all(whole=False)
-        return torch.compiler.is_compiling()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce_all(self, whole: bool) -> None:
@@ -192,6 +194,59 @@ class ForwardHooks:
             # The module above may call flatten_parameters(), which moves the weights on a GPU.
             if id(child) not in self._called_before or isinstance(child, nn.RNNBase):
                 yield from self._read_by(child)
+
+
+class WatchedParameters(dict[str, nn.Parameter | None]):
+    """Announces parameters of a module, in place of the dict in which `module.weight` is looked up.
+
+    All code that computes with `module.weight` goes through this class: the forward pass of the
+    module or of another one, a method of the model. So does `parameters()`, which iterates.
+
+    Hooks of modules alone are not enough. A weight may be read before its own module runs, as by a
+    model that embeds with the weight of its output layer; often nothing is kept of it for the
+    backward pass, so that autograd would not notice its later change. `copy.deepcopy` and `pickle`
+    take the parameters of a module before its hooks. And `torch.export` calls hooks only while it
+    traces, where no values can be mixed.
+
+    Args:
+        parameters: the parameters by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.watches: list[weakref.ref[ForwardHooks]] = []
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            for watch in self.watches:
+                if hooks := watch():
+                    hooks.before_reading(param)
+        return param
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        """The parameters by name, which are announced: an iteration has come to this module."""
+        if not torch.compiler.is_compiling():
+            for watch in self.watches:
+                if hooks := watch():
+                    hooks.before_listing([each for each in self.values() if each is not None])
+        return super().items()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        for watch in self.watches:
+            if hooks := watch():
+                hooks.before_saving()
+        # A copy, or a module that is loaded from a file, announces nothing.
+        return dict, (dict(self),)
+
+
+def _watch_parameters(module: nn.Module, watch: weakref.ref[ForwardHooks]) -> Callable[[], None]:
+    """Announce what is read of the parameters of a module; return the function that ends it."""
+    found = vars(module)["_parameters"]
+    if not isinstance(found, WatchedParameters):
+        found = vars(module)["_parameters"] = WatchedParameters(found)
+    found.watches.append(watch)
+    return partial(found.watches.remove, watch)
 
 
 class _Hook:
