@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from decent_optim_wrapper.comm import nccl
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
     close,
     exchange_backend,
-    is_nccl,
     new_communicator,
     serves,
-    set_nccl_timeout,
 )
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
@@ -98,7 +97,11 @@ class Connections:
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
         is_users = self._world is self._user_group and self._store is not None
-        if is_users and self.world_size > 1 and (self._backend == "gloo" or is_nccl(self._backend)):
+        if (
+            is_users
+            and self.world_size > 1
+            and (self._backend == "gloo" or nccl.is_nccl(self._backend))
+        ):
             # With gloo, a wait that times out would close the connections of the user's process
             # group. With NCCL, the rounds would queue behind the user's own collectives.
             self._replace_world()
@@ -120,8 +123,7 @@ class Connections:
             steps: the longest time from the launch of a round to its mixing.
         """
         timeout = (1 + steps) * min(self._timeout, LONGEST_WAIT)
-        for group in self._made:
-            set_nccl_timeout(group, timeout)
+        nccl.set_timeout(self._made, timeout)
 
     def _open_world(self) -> Any:
         """The communicator of all ranks.
@@ -153,7 +155,7 @@ class Connections:
 
     def coalesces(self, device: torch.device) -> bool:
         """Return whether a send must be posted together with its receive, as on NCCL."""
-        return is_nccl(self._backend) and device.type != "cpu"
+        return nccl.is_nccl(self._backend) and device.type != "cpu"
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loguru import logger
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, _world
 
+from decent_optim_wrapper.comm import nccl
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.forks import leave_to_parent
 
 # Where small messages travel, whatever torch.set_default_device says.
 CPU = torch.device("cpu")
-_CUDA = torch.device("cuda")
-_NCCL = "nccl"
 # How much later than its timeout gloo may report which rank is missing.
 _CONNECT_SLACK_SECONDS = 1.0
 # How long NCCL may take to abort what a GPU does.
@@ -48,7 +45,7 @@ def serves(group: Any, device: torch.device) -> bool:
 
 def exchange_backend(group: Any) -> Any:
     """The backend that exchanges tensors: the GPU's if the group serves it."""
-    device = _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
+    device = nccl.CUDA if torch.cuda.is_available() and serves(group, nccl.CUDA) else CPU
     return backend_of(group, device)
 
 
@@ -99,7 +96,7 @@ def new_communicator(
     """
     theirs = exchange_backend(like)
     kind = theirs.name()
-    if kind != "gloo" and not is_nccl(kind):
+    if kind != "gloo" and not nccl.is_nccl(kind):
         raise ValueError(
             f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some "
             f"ranks, got {kind}; use a topology of pairs, or complete, and no timeout"
@@ -109,37 +106,13 @@ def new_communicator(
     gloo = within(seconds, lambda: connect_gloo(store, rank, size, timeout), should_stop)
     if kind == "gloo":
         return gloo
-    nccl = _new_nccl(theirs, PrefixStore(_NCCL, store), rank, size, timeout)
+    on_gpus = nccl.new_backend(theirs, PrefixStore("nccl", store), rank, size, timeout)
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(CPU, kinds.GLOO, gloo)
-    group._register_backend(_CUDA, kinds.NCCL, nccl)
+    group._register_backend(nccl.CUDA, kinds.NCCL, on_gpus)
     leave_to_parent(group)
     return group
-
-
-def _new_nccl(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Create a backend of NCCL that connects in its first collective.
-
-    Torch has two implementations: "nccl" builds ProcessGroupNCCL2 since torch 2.15, whose name is
-    "nccl2", and ProcessGroupNCCL before and with TORCH_DIST_USE_NCCL2=0.
-
-    Args:
-        like: a backend of the same implementation. With "nccl-lazy" too, pairs get no communicators
-            of their own.
-        store: where the members meet.
-        rank: as in `new_communicator`.
-        size: as there.
-        timeout: bound of every operation.
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    if like.name() == _NCCL:
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options.lazy_init = True
-    # It serves one GPU only.
-    gpu = like.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-    return dist.ProcessGroupNCCL2(store, rank, size, options, gpu)
 
 
 def gloo_variables(is_one_node: bool) -> dict[str, str]:
@@ -196,39 +169,17 @@ def _replace_policy(old: str, new: str) -> bool:
     return False
 
 
-def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:
-    """Let NCCL's watchdog in a communicator made here end an operation only after this time."""
-    if isinstance(communicator, dist.ProcessGroup):
-        # Read whenever an operation starts, from which it counts.
-        backend_of(communicator, _CUDA).options._timeout = timeout
-
-
-def is_nccl(name: str) -> bool:
-    """Return whether a backend of this name is NCCL: torch has several, such as "nccl2"."""
-    return name.startswith(_NCCL)
-
-
 def close(communicators: list[Any], devices: Iterable[torch.device], seconds: float) -> None:
     """Release communicators made by `new_communicator`; with gloo, that is its last reference.
-
-    NCCL aborts what is under way when it is released: others would mix what has half arrived.
 
     Args:
         communicators: the communicators; the list may be emptied, as in `abort`.
         devices: the GPUs that use them.
         seconds: bound of the wait for what is under way there.
     """
-
-    def end() -> None:
-        for device in devices:
-            torch.cuda.synchronize(device)
-        for each in communicators:
-            if isinstance(each, dist.ProcessGroup):
-                backend_of(each, _CUDA).shutdown()
-
     try:
-        if any(isinstance(each, dist.ProcessGroup) for each in communicators):
-            within(seconds, end)
+        if nccl.backends(communicators):
+            within(seconds, lambda: nccl.shut_down(communicators, devices))
     except (RuntimeError, TimeoutError):
         abort(communicators)
 
@@ -250,36 +201,21 @@ def abort(communicators: list[Any], seconds: float = _ABORT_SECONDS) -> None:
     in_background(communicators.clear)
 
 
-def _abort_all(communicators: Iterable[Any], seconds: float) -> None:
-    """Close the connections of gloo, and end the kernels of NCCL.
-
-    gloo's own `abort` does nothing, but a receive that times out closes the connections to all
-    ranks: works that wait on them raise at once, also on other threads.
-
-    NCCL's are aborted all together: one by one, the first may wait for a kernel that waits
-    for a kernel of the next (pytorch#119797). Some aborts never end (NVIDIA/nccl#1777).
-    """
-    backends = [
-        backend_of(each, device)
-        for each in communicators
-        for device in (CPU, _CUDA)
-        if device is CPU or isinstance(each, dist.ProcessGroup)
-    ]
+def _abort_all(communicators: list[Any], seconds: float) -> None:
+    backends = [backend_of(each, CPU) for each in communicators] + nccl.backends(communicators)
     # The peers notice these at once.
     for backend in backends:
         if backend.name() == "gloo":
             _abort_gloo(backend)
-    # Their errors are ignored: they would hide the error for which they are aborted.
-    aborts = [in_background(each.abort) for each in backends if each.name() != "gloo"]
-    if unfinished := wait(aborts, seconds).not_done:
-        logger.warning(
-            "{} of {} communicators of NCCL were not aborted within {:.0f} s; kernels that wait "
-            "for other ranks may still run on the GPU: end this process",
-            *(len(unfinished), len(aborts), seconds),
-        )
+    nccl.abort([each for each in backends if each.name() != "gloo"], seconds)
 
 
 def _abort_gloo(backend: Any) -> None:
+    """Close the connections of gloo.
+
+    Its own `abort` does nothing, but a receive that times out closes the connections to all ranks:
+    works that wait on them raise at once, also on other threads.
+    """
     for peer in range(backend.size()):
         # Try each peer: a connection that is closed already does not affect the others.
         if peer != backend.rank():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,32 +11,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.waiting import Waitable
 
 Action = Callable[[], None]
-
-
-class OnStream:
-    """A work of a GPU, for which a stream waits in place of the host.
-
-    Torch's own wait for such a work within a timeout keeps the host busy until the work is done.
-    Without one it orders the current stream behind the work, whose own timeout the watchdog of the
-    communicator watches.
-
-    Args:
-        work: the work of torch.
-    """
-
-    def __init__(self, work: Waitable) -> None:
-        self._work = work
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        """Order the current stream behind it; any number of times, at once."""
-        self._work.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the GPU has finished it."""
-        return self._work.is_completed()
 
 
 class AsyncHostCopy:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.connections import Closure, Connections
+from decent_optim_wrapper.comm import nccl
+from decent_optim_wrapper.comm.connections import Connections
 from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
-from decent_optim_wrapper.comm.streams import OnStream, PostingThread
+from decent_optim_wrapper.comm.streams import PostingThread
 from decent_optim_wrapper.comm.tags import FIRST as _FIRST_TAG
 from decent_optim_wrapper.comm.waiting import (
     PendingMessage,
     Waitable,
     WireError,
+    raise_if_closed,
     wait_for_any,
     within,
 )
@@ -203,11 +204,12 @@ class Transport(Connections):
         Raises:
             WireError: the connection is closed already.
         """
+        if outgoing.device.type != "cpu" and self.coalesces(outgoing.device):
+            pair = outgoing, incoming
+            return [nccl.exchange(self._ready or self._open_world(), *pair, peer, self.fail)]
         # Every step comes here, so it makes as few calls as possible.
         world = self._ready or self._open_world()
         try:
-            if outgoing.device.type != "cpu" and self.coalesces(outgoing.device):
-                return [self._exchange_on_gpu(world, outgoing, incoming, peer)]
             # The receive first: its notice lets the peer's data start. It is also waited for first:
             # gloo may forget a send whose connection closes, but no receive.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
@@ -215,30 +217,18 @@ class Transport(Connections):
         except RuntimeError as error:
             # The error holds this frame: to drop the last reference may take long, see `abort`.
             del world
-            _raise_if_closed(error, self._closure)
+            raise_if_closed(error)
             raise
 
-    def _exchange_on_gpu(
-        self, world: Any, outgoing: Tensor, incoming: Tensor, peer: int
-    ) -> Waitable:
-        """Start an exchange over NCCL as one kernel, as `dist.batch_isend_irecv` does."""
-        world._start_coalescing(outgoing.device)
-        has_begun = False
+    def _post(self, operation: str, tensor: Tensor, peer: int, tag: int) -> Waitable:
+        post = getattr(self._ready or self._open_world(), operation)
         try:
-            world.send([outgoing], peer, 0)
-            has_begun = True
-            world.recv([incoming], peer, 0)
-        except BaseException as error:
-            # No communicator is aborted in the middle of a kernel's operations.
-            with suppress(RuntimeError):
-                world._end_coalescing(outgoing.device)
+            return post([tensor], peer, tag + _FIRST_TAG)  # type: ignore[no-any-return]
+        except RuntimeError as error:
             # As in `exchange`.
-            del world
-            if has_begun:
-                # The peer would wait for the rest in vain: nothing ends that but an abort.
-                self.fail(error)
+            del post
+            raise_if_closed(error)
             raise
-        return OnStream(world._end_coalescing(outgoing.device))
 
     def sends_alone(self, device: torch.device) -> bool:
         """Return whether `send` and `receive` work for tensors on this device: not on NCCL."""
@@ -246,11 +236,11 @@ class Transport(Connections):
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start sending a tensor, as in `exchange`; on any thread."""
-        return _start((self._ready or self._open_world()).send, tensor, peer, tag)
+        return self._post("send", tensor, peer, tag)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start receiving a tensor, as in `exchange`."""
-        return _start((self._ready or self._open_world()).recv, tensor, peer, tag)
+        return self._post("recv", tensor, peer, tag)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
@@ -337,22 +327,4 @@ class Transport(Connections):
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
     def _on_stream(self, work: Waitable, tensor: Tensor) -> Waitable:
-        return OnStream(work) if self.coalesces(tensor.device) else work
-
-
-def _start(operation: Callable[..., Waitable], tensor: Tensor, peer: int, tag: int) -> Waitable:
-    try:
-        return operation([tensor], peer, tag + _FIRST_TAG)
-    except RuntimeError as error:
-        # As in `exchange`: it belongs to the communicator.
-        del operation
-        _raise_if_closed(error)
-        raise
-
-
-def _raise_if_closed(error: RuntimeError, closure: Closure | None = None) -> None:
-    """Raise that the connection is closed already: then nothing can be sent."""
-    # Otherwise it is this rank that has closed the connection, because of this error.
-    closed_here = closure is not None and closure.broken
-    if not closed_here and not isinstance(error, torch.OutOfMemoryError):
-        raise WireError(text_of(error)) from error
+        return nccl.OnStream(work) if self.coalesces(tensor.device) else work

@@ -9,9 +9,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.background import Result, in_background
+from decent_optim_wrapper.errors import text_of
 
 # The longest wait of torch's backends. The caller that waits for the thread has its own timeout.
 LONGEST_WAIT = timedelta(seconds=2_000_000)
@@ -34,6 +36,12 @@ class WireError(RuntimeError):
     def __init__(self, text: str, silent: bool = False) -> None:
         super().__init__(text)
         self.silent = silent
+
+
+def raise_if_closed(error: RuntimeError) -> None:
+    """Raise that a connection is closed already if nothing could be sent; not if memory is full."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        raise WireError(text_of(error)) from error
 
 
 class Waitable(Protocol):
@@ -112,12 +120,10 @@ def _wait_for_each(
 ) -> None:
     # First one receive of each: gloo may forget a send whose connection closes, but no receive. A
     # thread that waited for the send would keep its connections until the process ends.
-    for each in expected:
-        begun.append(each)
-        _wait_for(each.works[:1], each)
-    for each in expected:
-        begun.append(each)
-        _wait_for(each.works[:], each)
+    for part in (slice(1), slice(None)):
+        for each in expected:
+            begun.append(each)
+            _wait_for(each.works[part], each)
     if further is not None:
         _wait_for_each(further(), None, begun)
 
