@@ -337,6 +337,19 @@ class LateEvent:
         time.sleep(self.draws.choice((0.0, 0.001, 0.005)))
 
 
+def mark_buckets(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Callable[[Bucket], bool] = lambda _: True
+) -> None:
+    """Replace an attribute of all buckets that are made from now on."""
+    make = Bucket.__init__
+
+    def make_and_mark(self: Bucket, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        setattr(self, name, value(self))
+
+    monkeypatch.setattr(Bucket, "__init__", make_and_mark)
+
+
 def post_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """All buckets travel as if their values had to come from a GPU."""
     new_vector = storage.new_vector
@@ -346,7 +359,7 @@ def post_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (storage, bucket, coded):
         monkeypatch.setattr(module, "new_vector", unpinned)
-    monkeypatch.setattr(Bucket, "via_cpu", True)
+    mark_buckets(monkeypatch, "via_cpu")
     monkeypatch.setattr(streams, "mark", lambda device: LateEvent())
 
 
@@ -374,7 +387,7 @@ def check_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return [WaitedOnce(work) for work in call(self, *args, **named)]
 
         monkeypatch.setattr(Transport, method, waited_once)
-    monkeypatch.setattr(Bucket, "on_gpu", True)
+    mark_buckets(monkeypatch, "on_gpu")
     monkeypatch.setattr(Transport, "sends_alone", lambda self, device: False)
 
 

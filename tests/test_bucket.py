@@ -84,7 +84,7 @@ def test_parameters_of_any_layout_and_dtype_are_mixed_as_contiguous_ones(
 def test_half_precision_is_summed_so_that_agreeing_ranks_stay(dtype: torch.dtype) -> None:
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     (bucket,) = plan_buckets([value.clone()], Layout(25))
-    total = bucket.pack(bucket.summing()[0])
+    total = bucket.pack(bucket.wire.flat(torch.float32))
     total.data.mul_(7).div_(7)
     bucket.mix_(total, 1.0)
     assert torch.equal(bucket.members[0], value)
@@ -98,7 +98,7 @@ def test_what_a_peer_sent_is_mixed_in_without_memory_of_its_own(views: bool) -> 
     bucket = Bucket(params, Layout(25, as_view=views))
     outgoing, incoming = bucket.pair(needs_snapshot=True)
     bucket.pack(outgoing)
-    incoming.data.copy_(torch.randn(bucket.flat_numel))
+    incoming.data.copy_(torch.randn(bucket.wire.numel))
     parts = [[part.clone() for part in bucket.parts(flat)] for flat in (incoming, outgoing)]
     with profile(profile_memory=True) as noted:
         bucket.shift_(incoming, outgoing, 0.5)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering_arrays import VIEWS, named, pairwise
-from fake_cuda import WAYS, post_by_a_thread
+from fake_cuda import WAYS, mark_buckets, post_by_a_thread
 from modules import Training
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
@@ -26,7 +26,6 @@ from decent_optim_wrapper import DecentOptimWrapper, GradientTracking, Late, Pee
 from decent_optim_wrapper.codecs import INT4, Codec
 from decent_optim_wrapper.comm import streams
 from decent_optim_wrapper.comm.streams import PostingThread
-from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = pytest.mark.slow
 
@@ -173,7 +172,7 @@ def test_sums_come_in_the_same_order_whatever_a_thread_posts(
     expected = run_threads(4, main)
     post_by_a_thread(monkeypatch)
     # As of a model with parameters on the GPU and on the CPU.
-    monkeypatch.setattr(Bucket, "via_cpu", property(lambda each: each.dtype == torch.float32))
+    mark_buckets(monkeypatch, "via_cpu", lambda each: each.dtype == torch.float32)
     assert all(map(torch.equal, run_threads(4, main), expected))
     assert not torch.equal(expected[0], flatten(make_params(dtype=torch.float32) + make_params()))
 

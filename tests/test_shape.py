@@ -62,7 +62,7 @@ _CONFIG = {*_GOSSIP, "gossip"}
 _START = {*_CONFIG, "config", "extensions", "mesh"}
 _WRAPPER = {*_START, "extensions", "mesh", "start", "forward_hooks", "report"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
+    **{low: set() for low in (*_COMM, "codecs", "optim")},
     "checks": {"topo", "optim"},
     "log": {"warn"},
     "comm": _COMM,
@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "extensions": _EXTENSIONS,
     "config": _CONFIG,
     "start": _START,
-    "forward_hooks": {"parameter_reads", "forks"},
+    "forward_hooks": {"forks"},
     "report": _EXTENSIONS,
     "utils": {"start"},
     "wrapper": _WRAPPER,

@@ -77,7 +77,7 @@ class OuterOptimizer(Extension):
         snapshot = received.snapshot() if steps else None
         drift = None
         if snapshot is not None:
-            drift = bucket.pack(bucket.new_flat())
+            drift = bucket.copy()
             drift.data.sub_(snapshot.data.to(bucket.device, bucket.dtype))
         yield
         # Mixing replaces parameters that are not finite; these must not get into its state.

@@ -125,7 +125,7 @@ class StateBucket(Bucket):
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
         """Like `Bucket.mix_`, rounded as if the values were sent with a codec."""
-        self.shift_(self._as_own(flat), self.pack(self.new_flat()), weight)
+        self.shift_(self._as_own(flat), self.copy(), weight)
 
     @contextmanager
     def mixing(self) -> Iterator[None]:

@@ -63,7 +63,7 @@ class WorldAverage:
         self._further = self._extra(transport)
         rows = [*zip(params, finite, strict=True), *self._further.buckets]
         if may_revert:
-            self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket, _ in rows]
+            self.snapshot = [(bucket, bucket.copy()) for bucket, _ in rows]
         try:
             for bucket, shares in rows:
                 if any(shares):
@@ -129,7 +129,7 @@ class WorldAverage:
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
         held = [each for each in self.snapshot or [] if each[0] in self._rounds.buckets]
-        pairs = ((b, b.pack(b.new_flat()).data, own.data) for b, own in held)
+        pairs = ((b, b.copy().data, own.data) for b, own in held)
         return math.sqrt(_square(pairs, self._replica).item())
 
     def consensus_distance(self) -> float:
@@ -141,7 +141,7 @@ class WorldAverage:
             The distance in the unit of the parameters, the same on every rank.
         """
         transport = self._rounds.session.transport
-        owns = ((b, b.pack(b.new_flat(b.wire_device))) for b in self._rounds.buckets)
+        owns = ((b, b.pack(b.wire.new(b.dtype))) for b in self._rounds.buckets)
         pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
         square = _square(pairs, self._replica)
         return math.sqrt(transport.all_gather(square).mean().item())
@@ -215,7 +215,7 @@ def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None 
         transport: connects the ranks.
         shares: which ranks' values count, at least one; None means all.
     """
-    total = bucket.pack(bucket.new_flat(bucket.wire_device, wide(bucket.dtype)))
+    total = bucket.pack(bucket.wire.new(wide(bucket.dtype)))
     if shares is not None and not shares[transport.rank]:
         total.data.zero_()
     transport.sum_(total.data)

@@ -74,7 +74,7 @@ class EarlyMixing:
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
         if (before := flying.packed_of(bucket)) is None:
             if bucket not in self._copies:
-                self._copies[bucket] = bucket.new_flat()
+                self._copies[bucket] = bucket.near.new(bucket.dtype)
             before = bucket.pack(self._copies[bucket])
         self._before[bucket] = before
         mix(bucket)

@@ -18,7 +18,7 @@ from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.exchange import Exchange, RoundContext
+from decent_optim_wrapper.wire.exchange import Exchange, MixMask, RoundContext
 from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
@@ -252,7 +252,8 @@ class Round:
         messages.wait_until_sent()
         if self._watch is not None:
             messages.wait_for(self._watch)
-        self._receive_headers()
+        if self._headers:
+            self._receive_headers()
         received = self._exchanges if bucket is None else self._with_attached(bucket)
         for each, exchange in received.items():
             messages.wait(exchange.works, exchange.position, self._context.peers, exchange.on_gpu)
@@ -293,14 +294,14 @@ class Round:
                 raise
             self._rate = min(self._rate, other.mixing_rate)
             summed = min(summed, other.summed)
-        if self.order is not GIVEN_ORDER and self._headers:
+        if self.order is not GIVEN_ORDER:
             self.order.agree(int(summed))
         self._headers = []
 
     @property
     def is_outdated(self) -> bool:
         """True if parameters have changed since the launch, as far as that is noticed."""
-        return any(bucket.stamps != stamps for bucket, stamps in self._stamps.items())
+        return [bucket.stamps for bucket in self._stamps] != [*self._stamps.values()]
 
     def changed_in_flight(self) -> Sequence[Tensor]:
         """Note what others have changed since the launch; return what must not have been."""
@@ -341,21 +342,20 @@ class Round:
                     self._mix(exchange, self._rate * each.rate)
 
     def _mix(self, exchange: Exchange, rate: float) -> None:
+        ranks: Sequence[int] = self._context.group.ranks
+        mask = MixMask(ranks=ranks, present=len(ranks))
         if exchange.on_gpu:
             flags = self.flags.of(exchange)
             checked = None if flags is None else flags.on_gpu
             works = [*exchange.works, *(checked.works if checked else ())]
             # The stream that mixes may be another one than the stream that has received.
             self.messages.wait(works, exchange.position, self._context.peers)
-            if checked:
-                exchange.apply_usable(rate, checked.usable(exchange))
-                return
-        present: tuple[int, ...] | list[int] = self._context.group.ranks
-        if self.flags.refused:
-            left_out = self.flags.refused.get(exchange.position, ())
-            present = [rank for rank in present if rank not in left_out]
-        if present:
-            exchange.apply(rate, present)
+            mask = checked.usable(exchange) if checked else mask
+        elif left_out := self.flags.refused.get(exchange.position):
+            ranks = [rank for rank in ranks if rank not in left_out]
+            mask = MixMask(ranks=ranks, present=len(ranks))
+        if ranks:
+            exchange.apply(rate, mask)
 
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""

@@ -59,7 +59,7 @@ def _in_units(nbytes: float) -> str:
 
 def _bytes(bucket: Bucket, group: Group) -> float:
     """The bytes of a bucket that a rank of the group sends in one round."""
-    codec, numel = bucket.codec(group.size), bucket.flat_numel
+    codec, numel = bucket.codec(group.size), bucket.near.numel
     if codec is not None:
         return group.copies_sent * codec.nbytes(numel)
     # Larger groups sum half precision in float32.

@@ -37,7 +37,7 @@ def broadcast(
     """
     # Without autograd's notice, so that a backward pass in which this happens can still finish.
     for bucket in plan_buckets((tensor.data for tensor in tensors), layout.plain):
-        flat = bucket.pack(bucket.new_flat(bucket.wire_device))
+        flat = bucket.pack(bucket.wire.new(bucket.dtype))
         transport.broadcast(flat.data, source)
         if not keep:
             bucket.unpack_(flat)

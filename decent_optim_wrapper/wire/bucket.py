@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -23,23 +24,44 @@ _dtype_of = attrgetter("dtype")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class _Memory:
-    """Memory for flat vectors of a bucket, as large as the largest set of them.
+class Buffers:
+    """Memory of one device for the vectors of a bucket, as large as the largest set of them.
+
+    Whoever takes a set of vectors gets memory that others have used before: the contents are lost.
 
     Args:
-        device: the device of the memory.
+        shapes: the shapes of the tensors in a flat vector, one after the other, as reals.
+        device: the device.
         pinned: whether a GPU copies to and from it.
     """
 
-    def __init__(self, device: torch.device, pinned: bool) -> None:
+    def __init__(
+        self, shapes: Sequence[torch.Size], device: torch.device, pinned: bool = False
+    ) -> None:
+        self._shapes = shapes
+        self._sizes = [shape.numel() for shape in shapes]
+        # Number of elements of a flat vector.
+        self.numel = sum(self._sizes)
         self._device = device
         self._pinned = pinned
         self._bytes = new_vector(0, torch.uint8, device)
         # Made once: a round costs calls per bucket, not per parameter.
         self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
 
+    def flats(self, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
+        """View the memory as `count` uninitialised flat vectors."""
+        found = self._flats.get((count, dtype))
+        if found is None:
+            vectors = self.vectors(count, self.numel, dtype)
+            found = self._flats[count, dtype] = tuple(map(self.view, vectors))
+        return found
+
+    def flat(self, dtype: torch.dtype) -> Flat:
+        """View the memory as one uninitialised flat vector."""
+        return self.flats(1, dtype)[0]
+
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """View the memory as `count` uninitialised vectors; its old contents are lost."""
+        """View the memory as `count` uninitialised vectors of `numel` elements."""
         stride = aligned(numel * dtype.itemsize)
         if count * stride > self._bytes.numel():
             self._flats.clear()
@@ -49,17 +71,18 @@ class _Memory:
         rows = self._bytes[: count * stride].view(count, stride)
         return tuple(row[: numel * dtype.itemsize].view(dtype) for row in rows)
 
-    def flats(self, bucket: Bucket, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
-        """View the memory as `count` vectors of a bucket; its old contents are lost."""
-        found = self._flats.get((count, dtype))
-        if found is None:
-            vectors = self.vectors(count, bucket.flat_numel, dtype)
-            found = self._flats[count, dtype] = tuple(bucket.view(vector) for vector in vectors)
-        return found
+    def new(self, dtype: torch.dtype) -> Flat:
+        """Make an uninitialised flat vector in memory of its own."""
+        return self.view(new_vector(self.numel, dtype, self._device, self._pinned))
+
+    def view(self, data: Tensor) -> Flat:
+        """View a vector as a flat vector."""
+        parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
+        return Flat(data, tuple(part.view(shape) for part, shape in parts))
 
 
 class Bucket:
-    """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
+    """Tensors of one device and dtype, which are exchanged as one flat vector.
 
     Complex tensors are sent as pairs of reals. The order on the wire is the logical order of the
     elements, so ranks need not agree on memory layouts; with `as_view` it is the memory order.
@@ -92,19 +115,20 @@ class Bucket:
         self.pair_codec = saving(layout.codec, self.dtype)
         self.group_codec = saving(layout.codec, wide(self.dtype))
         self.may_use_reference = layout.uses_reference
-        self._shapes = [as_real(member).shape for member in self.members]
-        self._sizes = [shape.numel() for shape in self._shapes]
-        self.numel = sum(self._sizes)
+        # Whether a GPU exchanges it, or copies it to the CPU before it is sent.
+        self.on_gpu = self.wire_device.type == "cuda"
+        self.via_cpu = self.wire_device.type != self.device.type
+        shapes = [as_real(member).shape for member in self.members]
+        self.numel = sum(map(torch.Size.numel, shapes))
         self.nbytes = self.numel * self.dtype.itemsize
         # Whether the members' own storage is sent.
         self.is_sent_in_place = layout.as_view
         self._storage: Flat | None = None
-        # Number of elements of a flat vector; a storage has gaps that align its tensors.
-        self.flat_numel = self.numel
         if layout.as_view:
             data = move_together(self.members)
             self._storage = Flat(data, (data,))
-            self.flat_numel = data.numel()
+            # As a whole, with the gaps that align its tensors.
+            shapes = [data.shape]
             # Noted now: the members may move to another bucket, which copies parts of this one.
             self._parts = [_part_of(data, as_real(member)) for member in self.members]
         self._planned = self._metadata()
@@ -112,9 +136,11 @@ class Bucket:
         self.counted = [m for m in self.members if not local(m).is_inference()]
         # Whether others have changed members while a round was in flight; None before the first.
         self.changes_in_flight: bool | None = None
-        self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
-        # Memory for values that are coded next, and for changes that are mixed in.
-        self._near = _Memory(self.device, pinned=False)
+        # For what is sent and received. It is pinned for copies to and from a GPU, since they would
+        # use one more buffer otherwise.
+        self.wire = Buffers(shapes, self.wire_device, pinned=self.via_cpu)
+        # For values that are coded next, and for changes that are mixed in.
+        self.near = Buffers(shapes, self.device)
 
     def __repr__(self) -> str:
         count = len(self.members)
@@ -127,16 +153,6 @@ class Bucket:
         """The codec in a group of this size; None for none."""
         return self.pair_codec if size == 2 else self.group_codec
 
-    @property
-    def via_cpu(self) -> bool:
-        """True if the values are copied between a GPU and the CPU before they are sent."""
-        return self.wire_device.type != self.device.type
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if a GPU exchanges it."""
-        return self.wire_device.type == "cuda"
-
     def pair(self, needs_snapshot: bool = False) -> tuple[Flat, Flat]:
         """The wire buffers for one peer, outgoing and incoming.
 
@@ -146,17 +162,9 @@ class Bucket:
             needs_snapshot: whether the tensors may change in flight.
         """
         if self._storage is not None and not (self.via_cpu or needs_snapshot):
-            return self._storage, self._wire.flats(self, 1, self.dtype)[0]
-        outgoing, incoming = self._wire.flats(self, 2, self.dtype)
+            return self._storage, self.wire.flat(self.dtype)
+        outgoing, incoming = self.wire.flats(2, self.dtype)
         return outgoing, incoming
-
-    def summing(self, count: int = 1) -> tuple[Flat, ...]:
-        """Wire buffers of which one is summed over a group, in the memory of `pair`.
-
-        Half precision is summed in float32: rounding would otherwise change values that are the
-        same on all ranks.
-        """
-        return self._wire.flats(self, count, wide(self.dtype))
 
     def values(
         self,
@@ -173,31 +181,11 @@ class Bucket:
         """
         if self._storage is not None and not others and not needs_snapshot:
             return self._storage
-        return self.pack(self.spare(dtype or self.dtype), others)
+        return self.pack(self.near.flat(dtype or self.dtype), others)
 
-    def spare(self, dtype: torch.dtype) -> Flat:
-        """A flat vector on the tensors' device; its old contents are lost."""
-        return self._near.flats(self, 1, dtype)[0]
-
-    def messages(self, nbytes: int) -> tuple[Tensor, ...]:
-        """Two wire buffers for codes; their old contents are lost."""
-        return self._wire.vectors(2, nbytes, torch.uint8)
-
-    def new_flat(
-        self, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> Flat:
-        """Make an uninitialised flat vector with the bucket's layout."""
-        device = device or self.device
-        # Pinned memory, since copies between GPU and wire would use one more buffer otherwise.
-        pinned = device == self.wire_device and self.via_cpu
-        return self.view(new_vector(self.flat_numel, dtype or self.dtype, device, pinned))
-
-    def view(self, data: Tensor) -> Flat:
-        """View a flat vector as the bucket's tensors."""
-        if self._storage is not None:
-            return Flat(data, (data,))
-        parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
-        return Flat(data, tuple(part.view(shape) for part, shape in parts))
+    def copy(self) -> Flat:
+        """The tensors as a flat vector in memory of its own."""
+        return self.pack(self.near.new(self.dtype))
 
     @torch.no_grad()
     def pack(
@@ -265,14 +253,12 @@ class Bucket:
             theirs.data.sub_(ours.data)
             self.add_(self._as_own(theirs), weight)
             return
-        shifted = [place for place, each in enumerate(self.members) if id(each) in changed]
-        mixed = [place for place, each in enumerate(self.members) if id(each) not in changed]
-        for place in shifted:
-            theirs.views[place].sub_(ours.views[place])
-        own, values = self._tensors(), self._as_own(theirs).views
-        if mixed:
-            torch._foreach_lerp_([own[p] for p in mixed], [values[p] for p in mixed], weight)
-        torch._foreach_add_([own[p] for p in shifted], [values[p] for p in shifted], alpha=weight)
+        is_shifted = [id(member) in changed for member in self.members]
+        for there, here in compress(zip(theirs.views, ours.views, strict=True), is_shifted):
+            there.sub_(here)
+        rows = zip(self._tensors(), self._as_own(theirs).views, is_shifted, strict=True)
+        for own, values, shifts in rows:
+            own.add_(values, alpha=weight) if shifts else own.lerp_(values, weight)
 
     @torch.no_grad()
     def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float) -> None:
@@ -290,8 +276,8 @@ class Bucket:
         self._notify_autograd()
 
     def joined(self, parts: Iterable[tuple[slice, Tensor]]) -> Flat:
-        """The parts as one flat vector, in the tensors' dtype and in the memory of `spare`."""
-        whole = self.spare(self.dtype)
+        """The parts as one flat vector, in the tensors' dtype and in the memory near them."""
+        whole = self.near.flat(self.dtype)
         for place, part in parts:
             whole.data[place].copy_(part)
         return whole
@@ -355,11 +341,13 @@ class Bucket:
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
         if flat.data.device != self.device:
-            near = self.spare(flat.data.dtype)
+            near = self.near.flat(flat.data.dtype)
             # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
             near.data.copy_(flat.data, non_blocking=True)
             flat = near
-        return flat if flat.data.dtype == self.dtype else self.view(flat.data.to(self.dtype))
+        if flat.data.dtype == self.dtype:
+            return flat
+        return self.near.view(flat.data.to(self.dtype))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The members as real tensors, viewed again each time: their storage may be replaced."""

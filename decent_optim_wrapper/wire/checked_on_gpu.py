@@ -54,11 +54,11 @@ class CheckedOnGpu:
         if self._round.nonfinite.on_nonfinite == "raise":
             # A round is mixed as a whole or not at all.
             whole = self._whole.to(device, non_blocking=True)
-            return MixMask(arrived=whole, present=group.size)
+            return MixMask(ranks=group.ranks, present=group.size, arrived=whole)
         finite = self._rows[:, self._columns[exchange]].to(device, non_blocking=True)
         present, own = finite.sum(), finite[group.ranks.index(transport.rank)]
         arrived = present > 0 if exchange.sums else finite[group.ranks.index(self._round.peers[0])]
-        return MixMask(arrived=arrived, present=present, own=own)
+        return MixMask(ranks=group.ranks, present=present, arrived=arrived, own=own)
 
     def nonfinite_ranks(self) -> list[int]:
         """The positions of the ranks with values that are not finite, once a round is mixed."""

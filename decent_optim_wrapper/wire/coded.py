@@ -29,7 +29,7 @@ from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, MixMask, RoundContext
-from decent_optim_wrapper.wire.storage import new_vector
+from decent_optim_wrapper.wire.storage import Flat, new_vector
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
@@ -50,7 +50,7 @@ class CodedExchange(Exchange):
         super().__init__(round, bucket, position)
         self._codec = codec
         # The parts of the vector that are coded separately.
-        numel, size = bucket.flat_numel, round.group.size
+        numel, size = bucket.wire.numel, round.group.size
         chunks = shares(numel, codec.block, size, round.number) if self.sums else [slice(0, numel)]
         self._chunks = chunks
         self._reference = None if round.references is None else round.references.of(bucket)
@@ -60,7 +60,7 @@ class CodedExchange(Exchange):
         row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._incoming_codec))
         nbytes = row * len(chunks) + (size == 2)
         # The messages to send, and as much memory for received ones.
-        self._messages, self._room = bucket.messages(nbytes)
+        self._messages, self._room = bucket.wire.vectors(2, nbytes, torch.uint8)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         # This rank's message of each chunk.
         self._outgoing = [self._messages[place] for place in places]
@@ -86,32 +86,19 @@ class CodedExchange(Exchange):
                 self._messages.zero_()
         self._send()
 
-    def apply(self, rate: float, present: Sequence[int]) -> None:
-        """Mix the received values."""
-        if self._round.transport.rank not in present:
-            self._bucket.unpack_(self._bucket.joined(self._values(len(present))))
-        elif len(present) > 1:
-            self._bucket.absorb_(self._changes(present), self._weight * rate)
-            if self._round.references is not None and self._reference is not None:
-                self._round.references.settle(self._bucket, self._reference)
-
-    def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values where a mask on the GPU allows it; the host does not read it.
-
-        Where it does not, both ranks treat the message as zeros. A rank whose own values are not
-        finite takes the received ones.
-        """
-        bucket, arrived, own = self._bucket, usable.arrived, usable.own
-        taken = None if own is None else bucket.joined(self._values(1)).data.clone()
-        refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
-        for message in (*self._arrived, *self._outgoing):
-            message.masked_fill_(refused, 0)
-        self.apply(rate, self._round.group.ranks)
-        if own is not None and taken is not None:
-            now = bucket.pack(bucket.spare(bucket.dtype))
-            keeps = arrived.logical_not().logical_or_(own)
-            torch.where(keeps, now.data, taken, out=now.data)
-            bucket.unpack_(now)
+    def _mix(self, rate: float, mask: MixMask) -> None:
+        arrived, own = mask.arrived, mask.own
+        taken = self._room if own is None else self._received(1).data.clone()
+        if arrived is not None:
+            # Both ranks treat a message that is not mixed as zeros.
+            refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
+            for message in (*self._arrived, *self._outgoing):
+                message.masked_fill_(refused, 0)
+        self._bucket.absorb_(self._changes(mask.ranks), self._weight * rate)
+        if self._round.references is not None and self._reference is not None:
+            self._round.references.settle(self._bucket, self._reference)
+        if arrived is not None and own is not None:
+            self._replace(arrived.logical_not().logical_or_(own), taken)
 
     @abstractmethod
     def _send(self) -> None:
@@ -126,7 +113,10 @@ class CodedExchange(Exchange):
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         """The changes before the weight, by slice; moves the reference if all ranks are present."""
 
-    def _values(self, present: int) -> Iterator[Part]:
+    def _received(self, present: Tensor | int) -> Flat:
+        return self._bucket.joined(self._values(present))
+
+    def _values(self, present: Tensor | int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""
         for chunk, message in zip(self._chunks, self._arrived, strict=True):
             for place, (values,) in self._decode(self._incoming_codec, chunk, message):

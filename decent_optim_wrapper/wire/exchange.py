@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import is_finite_on_device
+from decent_optim_wrapper.codecs import is_finite_on_device, wide
 from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
@@ -48,17 +48,20 @@ class RoundContext(NamedTuple):
 
 
 class MixMask(NamedTuple):
-    """The values that may be mixed, as known on a GPU: tensors of shape ().
+    """The values that may be mixed, as the host knows or, in tensors of shape (), a GPU.
 
     Args:
-        arrived: whether the received values may be mixed.
-        present: number of ranks of the group that have sent finite values.
+        ranks: the ranks of the group that have sent finite values, as far as the host knows, at
+            least one. All others take the mean of these.
+        present: number of ranks that have sent finite values.
+        arrived: whether the received values may be mixed; None if the host knows.
         own: whether this rank takes part; otherwise it takes the received values. None if it takes
-            part in any case.
+            part in any case, or the host knows.
     """
 
-    arrived: Tensor
+    ranks: Sequence[int]
     present: Tensor | int
+    arrived: Tensor | None = None
     own: Tensor | None = None
 
 
@@ -119,7 +122,8 @@ class Exchange:
         Args:
             snapshot: values that are sent in place of the bucket's members.
         """
-        self.snapshot = self._bucket.pack(self._bucket.summing()[0], snapshot)
+        flat = self._bucket.wire.flat(wide(self._bucket.dtype))
+        self.snapshot = self._bucket.pack(flat, snapshot)
 
     def start(self) -> None:
         """Check the values and start the exchange.
@@ -130,17 +134,30 @@ class Exchange:
             WireError: the connection is closed already.
         """
 
-    def apply(self, rate: float, present: Sequence[int]) -> None:
-        """Mix the received values.
+    def apply(self, rate: float, mask: MixMask) -> None:
+        """Mix the received values where a mask allows it; the host reads nothing from a GPU.
 
         Args:
             rate: the mixing rate.
-            present: the ranks of the group that have sent finite values, at least one. All other
-                ranks take the mean of these.
+            mask: the mask.
         """
+        if self._round.transport.rank not in mask.ranks:
+            self._bucket.unpack_(self._received(mask.present))
+        elif len(mask.ranks) > 1:
+            self._mix(rate, mask)
 
-    def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values where a mask on the GPU allows it; the host does not read it."""
+    def _mix(self, rate: float, mask: MixMask) -> None:
+        """Mix the received values into this rank's own."""
+
+    def _received(self, present: Tensor | int) -> Flat:
+        """The mean of the values that `present` ranks have sent."""
+        raise NotImplementedError
+
+    def _replace(self, keeps: Tensor, values: Tensor) -> None:
+        """Put received values in place of the mixed ones, unless a GPU says to keep these."""
+        mixed = self._bucket.pack(self._bucket.near.flat(self._bucket.dtype))
+        torch.where(keeps, mixed.data, values, out=mixed.data)
+        self._bucket.unpack_(mixed)
 
     def allow_changes(self) -> bool:
         """Return whether others may change the members from now on; then keep what is sent."""
@@ -181,8 +198,7 @@ class PlainExchange(Exchange):
         """Keep the values that are packed, unless others have never changed the members."""
         self.may_change = self._round.may_change
         if self.may_change and self._bucket.changes_in_flight is not False and self._sent is None:
-            like = self._arriving.data
-            self._sent = self._bucket.new_flat(like.device, like.dtype)
+            self._sent = self._bucket.wire.new(self._arriving.data.dtype)
         return self.may_change
 
     def note_changes(self, stamps: tuple[int, ...]) -> Sequence[Tensor]:
@@ -197,36 +213,21 @@ class PlainExchange(Exchange):
             self._changed = frozenset(map(id, changed)).union(self._changed or ())
         return ()
 
-    def apply(self, rate: float, present: Sequence[int]) -> None:
-        """Mix the received values."""
-        if self._round.transport.rank not in present:
-            self._bucket.unpack_(self._mean(len(present)))
-        elif len(present) > 1:
-            self._move(self._mean(len(present)), rate)
-
-    def apply_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values where a mask on the GPU allows it; the host does not read it."""
-        bucket, arrived = self._bucket, self._mean(usable.present)
-        if self._sent is not None:
+    def _mix(self, rate: float, mask: MixMask) -> None:
+        bucket, arrived = self._bucket, self._received(mask.present)
+        if mask.arrived is not None and self._sent is not None:
             # Values that are not finite would spread even with a weight of 0.
-            torch.where(usable.arrived, arrived.data, self._sent.data, out=arrived.data)
-        if usable.own is None:
-            self._move(arrived, rate)
-            return
-        taken = arrived.data.to(bucket.dtype, copy=True)
-        self._move(arrived, rate)
-        moved = bucket.pack(bucket.spare(bucket.dtype))
-        torch.where(usable.own, moved.data, taken, out=moved.data)
-        bucket.unpack_(moved)
-
-    def _move(self, arrived: Flat, rate: float) -> None:
+            torch.where(mask.arrived, arrived.data, self._sent.data, out=arrived.data)
+        taken = arrived.data if mask.own is None else arrived.data.to(bucket.dtype, copy=True)
         if self.snapshot is None:
-            self._bucket.mix_(arrived, self._weight * rate)
+            bucket.mix_(arrived, self._weight * rate)
         else:
-            self._bucket.shift_(arrived, self.snapshot, self._weight * rate, self._changed)
+            bucket.shift_(arrived, self.snapshot, self._weight * rate, self._changed)
+        if mask.own is not None:
+            self._replace(mask.own, taken)
 
-    def _mean(self, present: Tensor | int) -> Flat:
-        """The values to mix. A sum is divided in place by the number of ranks, so call it once."""
+    def _received(self, present: Tensor | int) -> Flat:
+        # In place, so it is called once.
         if self.sums:
             self._arriving.data.div_(present)
         return self._arriving
@@ -271,7 +272,9 @@ class PlainGroup(PlainExchange):
     def __init__(self, round: RoundContext, bucket: Bucket, position: int) -> None:
         super().__init__(round, bucket, position)
         copies = round.needs_snapshot or (round.nonfinite.checks and bucket.on_gpu)
-        self._arriving, *kept = bucket.summing(1 + copies)
+        # Half precision is summed in float32: rounding would otherwise change values that are the
+        # same on all ranks.
+        self._arriving, *kept = bucket.wire.flats(1 + copies, wide(bucket.dtype))
         self._sent = kept[0] if kept else None
         self.snapshot = self._sent if round.needs_snapshot else None
         self.bytes_sent = int(round.group.copies_sent * self._arriving.data.nbytes)

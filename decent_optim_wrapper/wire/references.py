@@ -16,7 +16,6 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
-from decent_optim_wrapper.wire.storage import new_vector
 
 # The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
@@ -55,8 +54,7 @@ class GroupReference:
         if not (self._keeps and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
-            dtype, device = wide(bucket.dtype), bucket.device
-            self._vectors[bucket] = new_vector(bucket.flat_numel, dtype, device).zero_()
+            self._vectors[bucket] = bucket.near.new(wide(bucket.dtype)).data.zero_()
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -167,7 +165,7 @@ class References:
 
 def _parts(bucket: Bucket, vector: Tensor) -> dict[Tensor, Tensor]:
     """The parts of a flat vector by member."""
-    return dict(zip(bucket.members, bucket.parts(bucket.view(vector)), strict=True))
+    return dict(zip(bucket.members, bucket.parts(bucket.near.view(vector)), strict=True))
 
 
 def _copy(values: Mapping[Tensor, Tensor], into: Mapping[Tensor, Tensor]) -> None:
