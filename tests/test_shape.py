@@ -249,7 +249,7 @@ def training(kind: str, model: nn.Module, group: dist.ProcessGroup) -> Callable[
 
 @pytest.mark.parametrize(
     ("kind", "most_calls", "most_files"),
-    [("delayed", 160, 12), ("in the step", 155, 12), ("model", 254, 16), ("module", 348, 25)],
+    [("delayed", 155, 12), ("in the step", 150, 12), ("model", 219, 15), ("module", 313, 24)],
 )
 def test_a_step_of_pairs_makes_few_calls(kind: str, most_calls: int, most_files: int) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[str, str]]:

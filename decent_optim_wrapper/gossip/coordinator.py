@@ -19,9 +19,10 @@ from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.round import RoundState
+from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Replica
+from decent_optim_wrapper.wire.bucket import Bucket
 
 Result = TypeVar("Result")
 
@@ -156,16 +157,16 @@ class Coordinator:
                 )
             if (flying := self.rounds.in_flight) is None:
                 return
-            if flying.state is not RoundState.MIXING:
-                # A step has launched it, and the parameters were not checked since.
-                self.rounds.check_parameters()
             if self.replica.may_gather:
                 self.replica.reshard()
-            self.with_recovery(partial(self._mix_early, params))
+            if wanted := self.early.wanted(flying, params):
+                self.with_recovery(partial(self._mix_early, flying, wanted))
 
-    def _mix_early(self, params: Iterable[Tensor] | None) -> None:
-        with self._mixing:
-            self.early.mix(params)
+    def _mix_early(self, flying: Round, wanted: Sequence[Bucket]) -> None:
+        # A recovery has dropped it.
+        if self.rounds.in_flight is flying:
+            with self._mixing:
+                self.early.mix(flying, wanted)
 
     def commit_or_roll_back(self) -> None:
         """Mix the round in flight, or restore the mixed buckets of a dropped round.

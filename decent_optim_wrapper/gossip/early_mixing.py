@@ -30,11 +30,14 @@ class EarlyMixing:
         # Memory for these values, if the sent copy cannot be used.
         self._copies: WeakKeyDictionary[Bucket, Flat] = WeakKeyDictionary()
 
-    def mix(self, params: Iterable[Tensor] | None = None) -> None:
-        """Mix the buckets of some parameters, unless they are mixed already.
+    def mix(self, flying: Round, wanted: Sequence[Bucket]) -> None:
+        """Mix some buckets of the round in flight.
+
+        It looks for parameters that were changed in flight only: the next step checks the rest.
 
         Args:
-            params: the parameters; None for all.
+            flying: the round.
+            wanted: a result of `wanted`.
 
         Raises:
             RuntimeError: a parameter was changed by hand while it was being sent.
@@ -44,18 +47,14 @@ class EarlyMixing:
                 restored.
         """
         rounds = self._rounds
-        flying = rounds.in_flight
-        if flying is None or not (wanted := self._wanted(flying, params)):
-            return
-        if flying.changed_in_flight():
+        if flying.is_outdated:
             rounds.check_parameters()
-        rounds.check_on_gpu()
-        rounds.policy.meter.note_round(flying.age, flying.plan.group.ranks)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in rounds.extensions.all)
         if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
             self._finish(flying, whole)
             return
+        rounds.check_on_gpu()
         for bucket in wanted:
             flying.receive(bucket)
             if flying.flags.refused:
@@ -64,12 +63,12 @@ class EarlyMixing:
             rounds.begin_mixing(flying)
             self._mix(flying, bucket, flying.mix)
 
-    def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
-        """The buckets of these parameters that are still to be mixed, in sending order."""
+    def wanted(self, flying: Round, params: Iterable[Tensor] | None) -> Sequence[Bucket]:
+        """The buckets of these parameters, or all, that are still to be mixed, in sending order."""
         if params is None:
             return [*flying.unmixed]
-        asked = {self._rounds.bucket_of.get(id(param)) for param in params}
-        return [bucket for bucket in flying.unmixed if bucket in asked]
+        asked = {*map(self._rounds.bucket_of.get, map(id, params))}
+        return [*filter(asked.__contains__, flying.unmixed)]
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
         if (before := flying.packed_of(bucket)) is None:
