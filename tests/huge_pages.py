@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import os
+from functools import partial
 from pathlib import Path
 
 # Of <sys/mman.h>. Kernels before Linux 6.1 refuse to collapse pages, and nothing changes.
@@ -32,6 +34,8 @@ def collapse() -> None:
 # A collection in a child would write to, and so copy, all that it looks at.
 gc.collect()
 gc.freeze()
-# In the end as usual, or Triton would list what cannot be freed.
+# In the end as usual, or Triton would list what cannot be freed; but not in a child, in which the
+# last collection would copy all memory.
 atexit.register(gc.unfreeze)
+os.register_at_fork(after_in_child=partial(atexit.unregister, gc.unfreeze))
 collapse()
