@@ -131,7 +131,7 @@ PRINTED = {
         "DDP, step 3: validation loss 3.[0-4]*, 1.16 MiB sent",
     ],
     "python benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
-        *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*")
+        *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module, pairs |*")
     ],
     "python benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
     "python benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
