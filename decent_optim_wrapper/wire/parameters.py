@@ -111,8 +111,7 @@ def check_dense(named: Sequence[Named]) -> None:
             raise TypeError(
                 f"expected {each.kind}s that are plain tensors or DTensors, but {each.kind} "
                 f"{each.name} is a {type(each.tensor).__name__}, which gossip cannot exchange; "
-                f"leave it out of the optimizer and wrap that in a DecentOptimWrapper, which "
-                f"exchanges only the parameters of the optimizer and the buffers passed to it"
+                f"leave it out of the optimizer that you wrap, and out of buffers="
             )
         kind = "" if each.tensor.layout == torch.strided else f"{each.tensor.layout}"
         if is_lazy(each.tensor) or each.tensor.is_quantized:
@@ -149,14 +148,13 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
         if id(tensor) not in held:
             missing = "there is no model" if model is None else "model does not hold it"
             raise ValueError(
-                f"expected the model of the sharded parameters, but {what} and {missing}; pass all "
-                f"modules of this rank as model=: FSDP modules must be resharded before their "
-                f"shards are written"
+                f"expected the model of the sharded parameters, which must be resharded before it "
+                f"is changed, but {what} and {missing}; pass all modules of this rank as model="
             )
         if as_view:
             raise ValueError(
-                f"param_as_bucket_view=True expects plain tensors, but {what}, and FSDP would go "
-                f"on reading the storage that it knows; pass param_as_bucket_view=False"
+                f"param_as_bucket_view=True expects plain tensors, but {what}, whose storage FSDP "
+                f"keeps; pass param_as_bucket_view=False"
             )
         mesh = tensor.device_mesh
         for number in range(mesh.ndim):
@@ -228,8 +226,7 @@ def refuse_outside(optimizer: Any, outside: Sequence[Tensor], rank: int) -> None
     if names := ", ".join(each.name for each in named if id(each.tensor) in trained):
         raise RuntimeError(
             f"rank {rank}: expected gradients only of parameters that are gossiped, but {names} "
-            f"was unfrozen, or added to the base optimizer, without the wrapper, and each rank "
-            f"would train it by itself; call rebuild_buckets() on all ranks before step(), and "
-            f"add groups with the wrapper's add_param_group(). Give parameters that each rank "
-            f"trains by itself an optimizer of their own"
+            f"was unfrozen, or added to the base optimizer, without the wrapper; call "
+            f"rebuild_buckets() on all ranks before step(), and add groups with the wrapper's "
+            f"add_param_group(). What each rank trains by itself needs another optimizer"
         )
