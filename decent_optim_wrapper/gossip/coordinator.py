@@ -75,7 +75,7 @@ class Coordinator:
         self.average = average
         self.replica = replica
         self.members = members
-        self.early = EarlyMixing(rounds)
+        self.early = EarlyMixing(rounds, local_update)
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks had launched when they last reached the same one.
@@ -186,7 +186,7 @@ class Coordinator:
         """Begin a collective call between steps: mix what is mixed early, and check everything."""
         self.rounds.session.transport.check_open()
         self.commit_or_roll_back()
-        self.rounds.check_parameters()
+        self.local_update.check(self.rounds)
 
     def drop_extension(self, extension: Extension) -> None:
         """Mix the round in flight, which needs the extension, and stop calling it; collective.

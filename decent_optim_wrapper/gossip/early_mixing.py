@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
+from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.schedule import RoundKind
@@ -20,10 +21,11 @@ class EarlyMixing:
 
     Args:
         rounds: the rounds. This class has no effect if their pacing mixes in steps only.
+        local_update: checks the parameters.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
+    def __init__(self, rounds: Rounds, local_update: LocalUpdate) -> None:
+        self._rounds, self._local_update = rounds, local_update
         self.is_on = rounds.policy.pacing.mixes_early
         # The values of buckets before they were mixed, until their whole round is mixed.
         self._before: dict[Bucket, Flat] = {}
@@ -48,7 +50,7 @@ class EarlyMixing:
         """
         rounds = self._rounds
         if flying.is_outdated:
-            rounds.check_parameters()
+            self._local_update.check(rounds)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in rounds.extensions.all)
         if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:

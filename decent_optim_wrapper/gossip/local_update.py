@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.gossip.extension import Extensions
+from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
 from decent_optim_wrapper.optim.splittable import is_splittable
@@ -133,12 +134,11 @@ class LocalUpdate:
         """Register added parameters, so that they are not reported as replaced."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}
 
-    def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor]) -> None:
-        """Check the parameters for changes since their buckets were planned.
+    def check(self, rounds: Rounds) -> None:
+        """Check the parameters for changes since their buckets were planned, and in flight.
 
         Args:
-            buckets: their buckets.
-            changed: parameters that were changed by hand while a round was in flight.
+            rounds: the rounds, which have the buckets.
 
         Raises:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
@@ -150,13 +150,13 @@ class LocalUpdate:
             for param in group["params"]:
                 if (grad := param.grad) is not None and grad.layout is not dense:
                     raise sparse_gradient_error(self._optimizer, param, self._rank)
-        known = self._partition_of(buckets)
+        known = self._partition_of(rounds.buckets)
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
         if known.gone and set(known.ids) - self._names_of.keys():
             raise replaced_error(self._names(known.gone), self._rank)
-        if relocated := [*chain.from_iterable(map(Bucket.relocated, buckets))]:
+        if relocated := [*chain.from_iterable(map(Bucket.relocated, rounds.buckets))]:
             raise relocated_error(self._names(relocated), self._rank)
-        if changed:
+        if (flying := rounds.in_flight) and (changed := flying.changed_in_flight()):
             raise changed_error(self._names(changed), self._rank)
 
     def check_outside(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -65,23 +65,14 @@ class Rounds:
         session: the ranks that take part; replaced as a whole when they change.
         policy: what all rounds have in common.
         mixing_rate: the rate of the first rounds.
-        check: called with the buckets, and with the parameters that were changed in flight; checks
-            the parameters for changes that are not allowed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        policy: RoundPolicy,
-        mixing_rate: float,
-        check: Callable[[Sequence[Bucket], Sequence[Tensor]], None],
-    ) -> None:
+    def __init__(self, session: Session, policy: RoundPolicy, mixing_rate: float) -> None:
         # The ranks that take part now.
         self.session = session
         self._open: _Open = {"session": session, "round": None}
         self.policy = policy
         self.extensions = policy.extensions
-        self._check = check
         # In the order in which they are exchanged.
         self.buckets: tuple[Bucket, ...] = ()
         # The bucket of each member, by its id.
@@ -137,12 +128,6 @@ class Rounds:
     def mix_with(self, rate: float) -> None:
         """Launch rounds with this mixing rate from now on."""
         self.mixing_rate = rate
-
-    def check_parameters(self) -> None:
-        """Check the parameters for changes since the wrapper was built, and in flight."""
-        flying = self._open["round"]
-        changed = flying.changed_in_flight() if flying else ()
-        self._check(self.buckets, changed)
 
     def begin(self, age: int = 0, rate: float | None = None) -> Round | None:
         """Begin a round, to which buckets are posted one by one.

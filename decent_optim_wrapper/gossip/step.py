@@ -79,7 +79,7 @@ class Step:
             # The buckets that no forward pass has needed.
             coordinator.mix_early()
         rounds.session.transport.check_open()
-        rounds.check_parameters()
+        coordinator.local_update.check(rounds)
         coordinator.local_update.check_outside()
         if rounds.pending.keeps_average or coordinator.average.snapshot is not None:
             coordinator.keep_average()

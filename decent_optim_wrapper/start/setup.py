@@ -365,7 +365,7 @@ class Setup:
         rate = settings.schedule.mixing_rate
         own = session.transport.initial_rank
         local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
-        rounds = Rounds(session, self._policy, rate, local.check)
+        rounds = Rounds(session, self._policy, rate)
         options = (self._layout.plain, self._policy.nonfinite, model.replica)
         extra = partial(self._averaged.to_average, *options)
         average = WorldAverage(rounds, model.replica, extra)
