@@ -76,8 +76,6 @@ class Round:
         mixes_now = policy.pacing.mixes_early or policy.pacing.mixes_in_step(header.round)
         self.plan = plan
         self.state = RoundState.LAUNCHED
-        # Number of steps since its launch.
-        self.age = 0
         # The order in which buckets are posted.
         self.order = GIVEN_ORDER
         if policy.in_backward_order and group.size > 2:
@@ -116,20 +114,11 @@ class Round:
         # The stamps of the buckets for which it is noticed if others change the parameters.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
-    def open(self, age: int = 0) -> Round:
-        """Begin to exchange headers with the group.
-
-        Args:
-            age: number of steps since the launch, if it was launched by an earlier step.
-        """
-        self.age = age
+    def open(self) -> Round:
+        """Begin to exchange headers with the group."""
         # Before the buckets: larger groups sum, and would add up whatever comes first.
         self._headers = self.messages.send(self._header.encode(), tags.HEADER, 0)
         return self
-
-    def count_step(self) -> None:
-        """Count a step since the launch."""
-        self.age += 1
 
     def end_backward(self) -> None:
         """Count the all-reduces that are done now, at the end of the backward pass."""

@@ -79,6 +79,8 @@ class Rounds:
         self.bucket_of: dict[int, Bucket] = {}
         # Number of rounds so far, which is the number of the next one.
         self.count = 0
+        # Number of steps since the launch of the round in flight.
+        self.age = 0
         # What a loaded state leaves to the next step.
         self.pending = PendingResume()
         # The rate of the next rounds.
@@ -151,17 +153,17 @@ class Rounds:
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
         header = RoundHeader(CollectiveCall.STEP, number, plan.mixing_rate)
-        return Round(header, plan, self.session, self.policy).open(age)
+        return Round(header, plan, self.session, self.policy).open()
 
     def announce(self, call: CollectiveCall, plan: RoundPlan) -> Round:
         """Send the header of a collective call, as of a round without buckets."""
         header = RoundHeader(call, self.count, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open()
 
-    def hand_over(self, launched: Round) -> None:
+    def hand_over(self, launched: Round, age: int = 0) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
         launched.seal()
-        self._open["round"] = launched
+        self._open["round"], self.age = launched, age
         if not self.policy.pacing.synchronous:
             self.count += 1
             launched.watch()
@@ -176,7 +178,7 @@ class Rounds:
         if launched := self.begin(age, rate):
             for bucket in launched.order.apply(self.buckets):
                 launched.post(bucket, snapshot)
-            self.hand_over(launched)
+            self.hand_over(launched, age)
 
     def relaunch(self) -> None:
         """Begin the extensions, and launch the round that was in flight when a state was saved.
@@ -196,8 +198,7 @@ class Rounds:
 
     def end_step(self) -> None:
         """Count a step."""
-        if flying := self._open["round"]:
-            flying.count_step()
+        self.age += 1
         if self.policy.pacing.synchronous:
             self.count += 1
 
@@ -208,12 +209,12 @@ class Rounds:
             NonFiniteError: the round must not be mixed, and is no longer in flight.
         """
         flying, pacing = self._open["round"], self.policy.pacing
-        due = flying is not None and pacing.is_due(flying.age, flying.has_arrived)
+        due = flying is not None and pacing.is_due(self.age, flying.has_arrived)
         for extension in self.extensions.all:
             extension.received(in_flight=flying is not None and not due)
         if flying is None or not due:
             return None
-        self.policy.meter.note_round(flying.age, flying.plan.group.ranks)
+        self.policy.meter.note_round(self.age, flying.plan.group.ranks)
         return self._arrive()
 
     def _arrive(self) -> Round | None:

@@ -28,7 +28,7 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
     pacing, flying = rounds.policy.pacing, rounds.in_flight
     # The next step() would keep the average, which is what is saved now.
     kept = pending.keeps_average or coordinator.average.snapshot is not None
-    rate, age = (flying.plan.mixing_rate, flying.age) if flying else (pending.rate, pending.age)
+    rate, age = (flying.plan.mixing_rate, rounds.age) if flying else (pending.rate, pending.age)
     state: dict[str, Any] = {
         "round": rounds.count,
         # Others may have mixed it, or not have launched it yet.
