@@ -10,14 +10,17 @@ from functools import partial
 from itertools import product
 from typing import Any, cast
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
 from dense import oracle
+from modules import make_model
 from problem import flatten, make_params, sgd, take_steps, wrap
-from ranks import run_threads
+from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import (
     DecentOptimWrapper,
@@ -27,6 +30,7 @@ from decent_optim_wrapper import (
     Topology,
     TopologyFactory,
 )
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.elastic.membership import rendezvous
 from decent_optim_wrapper.start import start
 from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
@@ -328,6 +332,41 @@ def test_a_digest_shows_signs_and_differences_that_cancel_in_a_sum() -> None:
         curved = torch.tensor([1, 0, -2, 0, 1, 0]).to(dtype)
         assert digest(curved + 7) != digest(torch.full_like(curved, 7))
     assert digest(torch.zeros(0)) == digest(torch.zeros(9)) == 0
+
+
+def train_with_ddp(rank: int) -> tuple[list[str], list[list[float]]]:
+    """On a rank: what is said of models with DDP, and the ends of training without it and with."""
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    texts, ends = list[str](), list[list[float]]()
+    for group in (dist.group.WORLD, alone):
+        of_ddp: Any = partial(DistributedDataParallel, process_group=group)
+        for model in (of_ddp(make_model()), nn.Sequential(of_ddp(make_model()), nn.Tanh())):
+            if group is dist.group.WORLD:
+                base = sgd([*model.parameters()])
+                texts.append(error_of(lambda: DecentOptimWrapper(base, model=model)))  # noqa: B023
+            texts.append(error_of(lambda: DecentralizedDataParallel(model, modules.sgd)))  # noqa: B023
+    for wrapped in (lambda model: model, partial(DistributedDataParallel, process_group=alone)):
+        training = modules.Training(rank, None, model=wrapped(make_model()))
+        training.train(range(3))
+        ends.append(training.end().tolist())
+    dist.destroy_process_group()
+    return texts, ends
+
+
+@pytest.mark.slow
+def test_a_model_has_no_ddp_over_ranks_that_gossip() -> None:
+    """With which gossip has no effect. Over other ranks, as of one node, it is allowed."""
+    for rank, (texts, ends) in enumerate(run_processes(2, train_with_ddp)):
+        assert len(texts) == 6
+        for text in texts:
+            assert text.startswith(f"ValueError: rank {rank}: model expects gradients of this rank")
+            assert "remove DistributedDataParallel" in text
+        assert [" 0 is a DistributedDataParallel" in text for text in texts] == [
+            *(False, False, True, True, False, True)
+        ]
+        without, inside = ends
+        assert inside == without
 
 
 def test_signs_that_differ_between_ranks_start_as_on_rank_0() -> None:

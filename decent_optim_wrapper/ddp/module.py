@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -338,7 +337,7 @@ def wants_views(model: Module, mesh: Any) -> bool:
 
 def _check(model: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
     instance_of("a torch.nn.Module", Module)("model", model)
-    if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
+    if isinstance(model, DecentralizedDataParallel):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
     instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
     instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)

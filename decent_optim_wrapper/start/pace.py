@@ -1,15 +1,18 @@
-"""The default of `overlap`, and checks that the model allows a pacing."""
+"""The default of `overlap`, and checks that the model allows a pacing, and any gossip."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from decent_optim_wrapper.comm.process_groups import is_registered
 from decent_optim_wrapper.config import Overlap, Settings
 from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.start.membership import StoreWorld
 from decent_optim_wrapper.wire.parameters import Named
 
 # Modules whose forward or backward passes are collectives. They have no class in common, so only
@@ -39,6 +42,33 @@ def overlap_of(
     if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return True
     return "forward" if set(params) <= set(model.parameters()) else True
+
+
+def check_ddp(model: nn.Module | None, world: Callable[[], StoreWorld], in_backward: bool) -> None:
+    """Check that no `DistributedDataParallel` averages the gradients of ranks that gossip.
+
+    Args:
+        model: the model; None if it is not known.
+        world: returns the ranks that gossip.
+        in_backward: whether steps are made inside the backward pass, before gradients are averaged.
+
+    Raises:
+        ValueError: one does, or it averages any gradients, which a backward pass has used already.
+    """
+    for name, module in () if model is None else model.named_modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        group, found = module.process_group, world()
+        ranks = dist.get_process_group_ranks(group) if is_registered(group) else ()
+        together = {*ranks} & {*found.launched_as}
+        if in_backward or len(together) > 1:
+            why = "with the same gradients on all ranks gossip has no effect"
+            why = "a backward pass updates before it has averaged them" if in_backward else why
+            raise ValueError(
+                f"rank {found.rank}: model expects gradients of this rank alone, but "
+                f"{name or 'it'} is a DistributedDataParallel, which averages them, and {why}; "
+                f"remove DistributedDataParallel, and pass the module that is inside it"
+            )
 
 
 def check_pace(settings: Settings, replica: Replica, parameters: Sequence[Named]) -> None:

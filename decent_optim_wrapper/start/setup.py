@@ -34,7 +34,7 @@ from decent_optim_wrapper.start.arguments import (
 )
 from decent_optim_wrapper.start.membership import Trained
 from decent_optim_wrapper.start.owners import add_owner, settle_owners
-from decent_optim_wrapper.start.pace import check_pace
+from decent_optim_wrapper.start.pace import check_ddp, check_pace
 from decent_optim_wrapper.start.start import Start, check_same, exchange
 from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.topo import Topology
@@ -193,6 +193,7 @@ def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transpor
 def _check_model(start: Start, inputs: Inputs) -> _Model:
     """Name the tensors, and check that they can be exchanged."""
     instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
+    check_ddp(inputs.model, lambda: start.world, inputs.extras.in_backward)
     replica = start.replica(inputs.model)
     replica.reshard()
     in_model = named_in(inputs.model)
