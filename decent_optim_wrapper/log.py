@@ -1,4 +1,4 @@
-"""What is logged: one line at the start, or what DECENT_LOG asks for."""
+"""What is logged: a line at the start and one after 100 steps, or what DECENT_LOG asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SUMMARY = f"{_PACKAGE}.start.summary"
 
 
 def configure() -> None:
-    """Configure logging by the variable DECENT_LOG: "off", "info", "debug", or unset for one line.
+    """Configure logging by the variable DECENT_LOG: "off", "info", "debug" or unset for two lines.
 
     Call `logger.enable` or `logger.disable` with the name of the package to change it afterwards.
     """

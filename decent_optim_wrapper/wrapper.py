@@ -36,7 +36,7 @@ from decent_optim_wrapper.gossip.saved_state import (
 )
 from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
 from decent_optim_wrapper.gossip.step import Step
-from decent_optim_wrapper.gossip.timing import StepStats
+from decent_optim_wrapper.gossip.timing import KEPT_STEPS, StepStats
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
@@ -46,7 +46,7 @@ from decent_optim_wrapper.start.membership import Elasticity, Membership
 from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.setup import Inputs, ModuleExtras, set_up
 from decent_optim_wrapper.start.start import Start
-from decent_optim_wrapper.start.summary import log_summary
+from decent_optim_wrapper.start.summary import log_summary, log_waits
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
@@ -197,9 +197,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
-        self._shared: dict[str, Any] = {"average_contexts": 0}
+        leads = self.rank == 0 and (mesh is None or dist.get_rank() == 0)
+        logs_waits = leads and self.world_size > 1
+        self._shared: dict[str, Any] = {"average_contexts": 0, "logs_waits": logs_waits}
         Joinable.__init__(self)
-        if self.rank == 0 and (mesh is None or dist.get_rank() == 0):
+        if leads:
             log_summary(self._rounds, settings.schedule.gossip_every)
         logger.info("{!r}", self)
 
@@ -670,6 +672,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         if self._shared["join_config"].enable and any(e.collective for e in self.extensions):
             # Another rank without data would be in Join's all-reduce during the forward pass.
             self._coordinator.mix_early()
+        if self._shared["logs_waits"] and len(self._rounds.policy.meter.history) == KEPT_STEPS:
+            self._shared["logs_waits"] = False
+            log_waits(self._rounds)
         for each in self._after_step:
             each()
         self._notify_change()

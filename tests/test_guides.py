@@ -277,7 +277,9 @@ def test_the_scripts_of_the_first_hour_print_what_stands_below_them(tmp_path: Pa
     scripts = [block.code for block in page if block.info == "python"]
     texts = [block.code for block in page if block.info == "text"]
     expected = [text.splitlines() for text in texts if text.startswith("rank ")]
-    (shown,) = re.findall(r"^\d{4}-.* - (.*)$", FIRST_HOUR.read_text("utf-8"), re.MULTILINE)
+    shown = re.findall(r"^\d{4}-.* - (.*)$", FIRST_HOUR.read_text("utf-8"), re.MULTILINE)
+    # How long this machine waits, and why, is another matter.
+    shown[1] = shown[1].partition("network")[0]
     logged = []
     for script, on_the_page in zip(scripts, expected, strict=True):
         (tmp_path / "train.py").write_text(SHOW_THE_LINE + script)
@@ -294,7 +296,10 @@ def test_the_scripts_of_the_first_hour_print_what_stands_below_them(tmp_path: Pa
         logged.append(
             [line.partition(" - ")[2] for line in lines if "decent_optim_wrapper" in line]
         )
-    assert logged == [[], [shown], [shown]]
+    assert [len(each) for each in logged] == [0, 2, 2]
+    for summary, waits in logged[1:]:
+        assert summary == shown[0]
+        assert waits.startswith(shown[1])
 
 
 def prose(page: Path) -> str:

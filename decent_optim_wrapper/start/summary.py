@@ -1,18 +1,26 @@
-"""Logs a summary at the start, and warns if codes lose more than expected."""
+"""Logs what rounds send and how long steps wait, and warns if codes lose more than expected."""
 
 from __future__ import annotations
 
+import torch
 from loguru import logger
 
-from decent_optim_wrapper.codecs import wide
+from decent_optim_wrapper.codecs import INT4, Codec, codec_of, wide
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.topo import Group, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
+
+# A wait that is a smaller share of a step is worth no change; nor is an option that saves less.
+_WORTH, _TIMES_FEWER = 0.1, 1.2
+# The bytes of a round that explain no wait: at 10 Mbit/s, they take 50 ms.
+_FEW_BYTES = 1 << 16
+# The codecs to take one after the other, while float32 or a longer code is still sent.
+_CODES = (("torch.int8", codec_of(torch.int8)), ("torch.int4", codec_of(INT4)))
 
 
 def log_summary(rounds: Rounds, gossip_every: int) -> None:
@@ -44,11 +52,54 @@ def warn_of_rounding(settings: Settings, session: Session) -> None:
         )
 
 
+def log_waits(rounds: Rounds) -> None:
+    """Log how long the last steps have waited, as this rank has measured, and what would help."""
+    share, least = rounds.policy.meter.wait_shares()
+    nothing = "no other codec or topology would shorten that"
+    if share <= _WORTH:
+        advice = nothing
+    elif least > _WORTH and _per_round(rounds) > _FEW_BYTES:
+        often = "mix less often, with Schedule(gossip_every=...)"
+        advice = " and ".join(_with_fewer_bytes(rounds)) or f"{nothing}; {often}"
+    elif pairs := _pairs_for(rounds.session):
+        advice = f"bytes are not the reason; with topology={pairs!r} a step waits for one rank only"
+    else:
+        advice = f"bytes are not the reason, and {nothing}; see optimizer.report() on all ranks"
+    steps = len(rounds.policy.meter.history)
+    logger.info(f"the first {steps} steps waited for the network {share:.0%} of the time: {advice}")
+
+
+def _with_fewer_bytes(rounds: Rounds) -> list[str]:
+    """The topology and the codec with which rounds send fewer bytes, and how many times fewer."""
+    phases, now = rounds.session.schedule.phases, _per_round(rounds)
+    found = []
+    if pairs := _pairs_for(rounds.session):
+        copies = sum(group.copies_sent for group in phases) / len(phases)
+        found.append((f"topology={pairs!r}", copies))
+    codes = [(f"comm_dtype={name}", now / _per_round(rounds, codec)) for name, codec in _CODES]
+    found += [(option, times) for option, times in codes if times > _TIMES_FEWER][:1]
+    return [f"{option} sends {times:.1f} times fewer bytes" for option, times in found]
+
+
+def _pairs_for(session: Session) -> str | None:
+    """The name of the default topology if all groups are larger than its pairs; otherwise None."""
+    topology = session.topology
+    name = default_name(topology.world_size, topology.local_world_size)
+    is_default = isinstance(topology, dict(TopologyFactory.registered())[name])
+    is_larger = all(group.size > 2 for group in session.schedule.phases)
+    return name if is_larger and not is_default else None
+
+
 def _sent(rounds: Rounds, gossip_every: int) -> str:
-    phases = rounds.session.schedule.phases
-    per_round = sum(_bytes(bucket, group) for group in phases for bucket in rounds.buckets)
     unit = "step" if rounds.policy.pacing.synchronous else "round"
-    return f"{_in_units(per_round / len(phases) / gossip_every)} of parameters per {unit}"
+    return f"{_in_units(_per_round(rounds) / gossip_every)} of parameters per {unit}"
+
+
+def _per_round(rounds: Rounds, codec: Codec | None = None) -> float:
+    """The mean number of bytes that this rank sends in a round, with this codec or as it is."""
+    phases = rounds.session.schedule.phases
+    sent = [_bytes(bucket, group, codec) for group in phases for bucket in rounds.buckets]
+    return sum(sent) / len(phases)
 
 
 def _in_units(nbytes: float) -> str:
@@ -57,9 +108,9 @@ def _in_units(nbytes: float) -> str:
     return f"{nbytes / MIB:.1f} MiB" if nbytes >= MIB else f"{nbytes / 1024:.1f} KiB"
 
 
-def _bytes(bucket: Bucket, group: Group) -> float:
+def _bytes(bucket: Bucket, group: Group, codec: Codec | None) -> float:
     """The bytes of a bucket that a rank of the group sends in one round."""
-    codec, numel = bucket.codec(group.size), bucket.near.numel
+    codec, numel = codec or bucket.codec(group.size), bucket.near.numel
     if codec is not None:
         return group.copies_sent * codec.nbytes(numel)
     # Larger groups sum half precision in float32.
