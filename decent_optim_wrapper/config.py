@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor, nn
 
-from decent_optim_wrapper.checks import (
-    CheckedFields,
-    check_mixing_rate,
-    converted,
-    expect,
-    instance_of,
-    one_of,
-    optional,
-    positive,
-    whole,
-)
+from decent_optim_wrapper import checks
 from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.gossip.schedule import (
     BeforeForward,
@@ -46,26 +38,26 @@ def read_timeout(timeout: Any) -> timedelta | None:
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return timedelta(seconds=min(positive("seconds")("timeout", seconds), _LONGEST_TIMEOUT))
+    return timedelta(seconds=min(checks.positive("seconds")("timeout", seconds), _LONGEST_TIMEOUT))
 
 
 def _check_comm_dtype(name: str, value: Any) -> Any:
-    codec_of(instance_of("a torch.dtype, a Codec or None", torch.dtype, Codec)(name, value))
+    codec_of(checks.instance_of("a torch.dtype, a Codec or None", torch.dtype, Codec)(name, value))
     return value
 
 
 def _check_overlap(name: str, value: Any) -> Any:
     known = isinstance(value, (bool, Pacing)) or value == "forward"
-    expect(known, f'{name} expects a bool, "forward" or a Pacing', value)
+    checks.expect(known, f'{name} expects a bool, "forward" or a Pacing', value)
     return value
 
 
-_flag = instance_of("a bool", bool)
-_steps = whole(1, "a number of steps", " step")
+_flag = checks.instance_of("a bool", bool)
+_steps = checks.whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
-class Schedule(CheckedFields):
+class Schedule(checks.CheckedFields):
     """Which rounds there are, and how far they mix; the same on all ranks.
 
     Args:
@@ -83,8 +75,8 @@ class Schedule(CheckedFields):
 
     gossip_every: Annotated[int, _steps] = 1
     # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
-    mixing_rate: Annotated[float, converted(check_mixing_rate)] = 1.0
-    global_avg_every: Annotated[int | None, optional(_steps)] = None
+    mixing_rate: Annotated[float, checks.converted(checks.check_mixing_rate)] = 1.0
+    global_avg_every: Annotated[int | None, checks.optional(_steps)] = None
 
     @property
     def intervals(self) -> Intervals:
@@ -92,8 +84,23 @@ class Schedule(CheckedFields):
         return Intervals(gossip_every=self.gossip_every, global_avg_every=self.global_avg_every)
 
 
-@dataclass(frozen=True)
-class Settings(CheckedFields):
+def default_overlap(extensions: object, model: object, params: Iterable[Tensor]) -> Overlap:
+    """The default of `overlap`: "forward" if it works with these.
+
+    Args:
+        extensions: the user's extensions, of which none may wait for all ranks in a forward pass.
+        model: the model, whose modules announce all parameters; None if it is not known.
+        params: the parameters of the optimizer.
+    """
+    given = extensions if isinstance(extensions, Sequence) else ()
+    meets = any(getattr(each, "collective", False) for each in given)
+    if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return True
+    return "forward" if set(params) <= set(model.parameters()) else True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(checks.CheckedFields):
     """Further options of `DecentOptimWrapper`; the same on all ranks.
 
     Raises:
@@ -101,15 +108,14 @@ class Settings(CheckedFields):
         ValueError: an option is out of range.
     """
 
-    _: KW_ONLY
-    bucket_cap_mb: Annotated[float | None, optional(positive("MiB"))]
-    overlap: Annotated[Overlap | None, optional(_check_overlap)]
+    bucket_cap_mb: Annotated[float | None, checks.optional(checks.positive("MiB"))]
+    overlap: Annotated[Overlap, _check_overlap]
     sync_at_start: Annotated[bool, _flag]
-    comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
+    comm_dtype: Annotated[torch.dtype | Codec | None, checks.optional(_check_comm_dtype)]
     param_as_bucket_view: Annotated[bool, _flag]
-    timeout: Annotated[timedelta | float | None, converted(read_timeout)]
-    on_nonfinite: Annotated[OnNonfinite, one_of("raise", "skip", "ignore")]
-    schedule: Annotated[Schedule, instance_of("a Schedule", Schedule)]
+    timeout: Annotated[timedelta | float | None, checks.converted(read_timeout)]
+    on_nonfinite: Annotated[OnNonfinite, checks.one_of("raise", "skip", "ignore")]
+    schedule: Annotated[Schedule, checks.instance_of("a Schedule", Schedule)]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,7 +140,7 @@ class Settings(CheckedFields):
     @property
     def pacing(self) -> Pacing:
         """When a round is mixed."""
-        named = {None: Delayed(), True: Delayed(), False: WithinStep(), "forward": BeforeForward()}
+        named = {True: Delayed(), False: WithinStep(), "forward": BeforeForward()}
         return self.overlap if isinstance(self.overlap, Pacing) else named[self.overlap]
 
     def lines(self) -> list[str]:

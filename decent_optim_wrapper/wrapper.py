@@ -19,21 +19,16 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.checks import check_base, check_closures, check_mixing_rate, take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
-from decent_optim_wrapper.config import OnNonfinite, Overlap, Schedule, Settings
+from decent_optim_wrapper.config import OnNonfinite, Overlap, Schedule, Settings, default_overlap
 from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
+from decent_optim_wrapper.gossip import saved_state
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling
-from decent_optim_wrapper.gossip.saved_state import (
-    GOSSIP_KEY,
-    gossip_state,
-    named_state,
-    prepare_load,
-    renumbered,
-)
+from decent_optim_wrapper.gossip.saved_state import GOSSIP_KEY
 from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import KEPT_STEPS, StepStats
@@ -43,10 +38,10 @@ from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.report import Report, diagnose, measure
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.membership import Elasticity, Membership
-from decent_optim_wrapper.start.pace import overlap_of
-from decent_optim_wrapper.start.setup import Inputs, ModuleExtras, set_up
+from decent_optim_wrapper.start.setup import Inputs, set_up
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary, log_waits
+from decent_optim_wrapper.start.tensors import WITHOUT_MODULE, ModuleExtras
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
@@ -147,9 +142,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     # skip step(), including the round, on only the rank whose gradients overflowed.
     _step_supports_amp_scaling = True
 
-    # Set by a module that steps in its backward pass; empty without one.
-    _extras = ModuleExtras()
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -173,15 +165,18 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         gossip_dim: str | None = None,
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
+        _extras: ModuleExtras = WITHOUT_MODULE,
+        _start: Start | None = None,
     ) -> None:
         # Each record takes the options that are its fields, by name.
-        options = {**locals(), "extras": self._extras}
-        start = Start(take_fields(Arguments, options))
+        options = {**locals(), "extras": _extras}
+        start = _start or Start(take_fields(Arguments, options))
         with start.failing_together():
             check_base(optimizer)
-            in_module = self._extras.in_backward
+            in_module = _extras.in_backward
             known = model if mesh is None or in_module else None
-            options["overlap"] = overlap_of(overlap, extensions, known, params_of(optimizer))
+            if overlap is None:
+                options["overlap"] = default_overlap(extensions, known, params_of(optimizer))
             options["settings"] = settings = take_fields(Settings, options)
             check_closures(optimizer, in_module or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
@@ -550,7 +545,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         round in flight, and without one the mean over the ranks would move.
         """
         self._coordinator.commit_or_roll_back()
-        return {**self._base.state_dict(), GOSSIP_KEY: gossip_state(self._coordinator)}
+        gossip = saved_state.gossip_state(self._coordinator)
+        return {**self._base.state_dict(), GOSSIP_KEY: gossip}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; does not communicate.
@@ -572,8 +568,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        state_dict = renumbered(state_dict, self.param_groups)
-        load = prepare_load(self._coordinator, state_dict.get(GOSSIP_KEY), rate)
+        state_dict = saved_state.renumbered(state_dict, self.param_groups)
+        load = saved_state.prepare_load(self._coordinator, state_dict.get(GOSSIP_KEY), rate)
         before = self.state, self.param_groups
         try:
             base = {key: value for key, value in state_dict.items() if key != GOSSIP_KEY}
@@ -594,7 +590,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: there is an outer optimizer, and the wrapper was built without the model.
         """
-        return named_state(self._coordinator)
+        return saved_state.named_state(self._coordinator)
 
     def load_gossip_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `gossip_state_dict()`; does not communicate.
@@ -610,7 +606,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        prepare_load(self._coordinator, state_dict, rate, by_name=True)()
+        saved_state.prepare_load(self._coordinator, state_dict, rate, by_name=True)()
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.optim import AccumAdam
+from decent_optim_wrapper.start.tensors import ModuleExtras
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 # Four buckets for `make_model`, of which one is a parameter beyond the cap.
@@ -121,8 +121,10 @@ def wrap_base(
     """What a training loop has, with the buckets in either order."""
     base = optim_fn(list(model.named_parameters()))
     options = {"bucket_cap_mb": CAP_MB, "process_group": group, **options}
-    ours = partial(BackwardOptimizer, base, model, average_buffers=False)
-    return (ours if reverse else partial(DecentOptimWrapper, base, model=model))(**options)
+    if reverse:
+        extras = ModuleExtras(in_backward=True, averages_held=False)
+        return BackwardOptimizer(base, model=model, _extras=extras, **options)
+    return DecentOptimWrapper(base, model=model, **options)
 
 
 def train(model: DecentralizedDataParallel, rank: int, steps: range) -> None:

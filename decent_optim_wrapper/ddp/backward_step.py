@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
 from decent_optim_wrapper.start.owners import has_newer
-from decent_optim_wrapper.start.setup import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -25,38 +22,7 @@ class BackwardOptimizer(DecentOptimWrapper):
     """A wrapper whose buckets are filled in the order in which a backward pass completes them.
 
     The order of the groups would not do: a group of all biases would be complete only at the end.
-
-    Args:
-        optimizer: the base.
-        model: the model, with its parameters in the order of the forward pass. Those that are not
-            in the base also start the same on all ranks.
-        average_buffers: whether `global_avg` averages the floating-point buffers of the model, and
-            frozen parameters that differ between ranks.
-        ignored: the ids of the parameters and buffers that the ranks do not share.
-        parts: objects whose state belongs to the training, such as a scheduler.
-        at_end: send all buckets at the end of a backward pass.
-        options: the arguments of `DecentOptimWrapper`.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        average_buffers: bool,
-        ignored: Collection[int] = (),
-        parts: Iterable[Any] = (),
-        at_end: bool = False,
-        **options: Any,
-    ) -> None:
-        self._extras = ModuleExtras(
-            in_backward=True,
-            ignored=ignored,
-            parts=tuple(parts),
-            at_end=at_end,
-            averages_frozen=average_buffers,
-        )
-        buffers = None if average_buffers else ()
-        super().__init__(optimizer, model=model, buffers=buffers, **options)
 
     @property
     def splits(self) -> bool:

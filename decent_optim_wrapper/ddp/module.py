@@ -23,6 +23,7 @@ from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import is_splittable
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.tensors import ModuleExtras
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 
@@ -119,7 +120,8 @@ class DecentralizedDataParallel(Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        with Start(take_fields(Arguments, options)).failing_together():
+        start = Start(take_fields(Arguments, options))
+        with start.failing_together():
             _check(model, scaler, grad_clip_norm, update_in_backward)
             if param_as_bucket_view is None:
                 param_as_bucket_view = wants_views(model, options.get("mesh"))
@@ -134,15 +136,19 @@ class DecentralizedDataParallel(Module):
         self.lr_scheduler = scheduler
         self.optimizer = wrapper = BackwardOptimizer(
             base,
-            model,
-            sync_buffer_in_global_avg,
-            ignored,
-            [part for part in (self.lr_scheduler, scaler) if part is not None],
-            at_end=update_in_backward is False or not is_splittable(type(base)),
+            model=model,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
             overlap=overlap,
             param_as_bucket_view=param_as_bucket_view,
+            _extras=ModuleExtras(
+                in_backward=True,
+                steps_at_end=update_in_backward is False or not is_splittable(type(base)),
+                ignored=ignored,
+                stateful=tuple(part for part in (scheduler, scaler) if part is not None),
+                averages_held=sync_buffer_in_global_avg,
+            ),
+            _start=start,
             **options,
         )
         in_parts = update_in_backward is not False

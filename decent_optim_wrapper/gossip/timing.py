@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -113,17 +111,3 @@ class Meter:
             staleness=self.staleness,
         )
         self.history.append((perf_counter(), self.last, self.mixed_with))
-
-    def wait_shares(self) -> tuple[float, float]:
-        """The share of the time of the last steps in which they have waited for others.
-
-        Returns:
-            The share by the median wait of the rounds, and by the one that nine of ten exceed.
-        """
-        ends = pairwise(self.history)
-        rows = [(end - begin, step.wait_seconds, ranks) for (begin, *_), (end, step, ranks) in ends]
-        waits = sorted(wait for _, wait, ranks in rows if len(ranks) > 1) or [0.0]
-        rest = median(max(1e-9, seconds - wait) for seconds, wait, _ in rows)
-        rounds_per_step = len(waits) / len(rows)
-        typical, least = rounds_per_step * median(waits), rounds_per_step * waits[len(waits) // 10]
-        return typical / (typical + rest), least / (least + rest)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decent_optim_wrapper.planning.analysis import (
-    bytes_per_round,
-    consensus_rate,
-    rounds_to_consensus,
-    steady_error,
-)
+from decent_optim_wrapper.planning import analysis
 from decent_optim_wrapper.report import Row, table
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 
@@ -59,14 +54,14 @@ def _choose(
 
 def _figures(name: str, topology: Topology) -> Row:
     groups = [group for phase in range(topology.period) for group in topology.groups(phase)]
-    copies = bytes_per_round(topology, 1)
+    copies = analysis.bytes_per_round(topology, 1)
     return {
         "name": name,
         "period": topology.period,
         "group_sizes": sorted({group.size for group in groups}),
-        "consensus_rate": consensus_rate(topology),
-        "rounds_to_consensus": rounds_to_consensus(topology),
-        "steady_error": steady_error(topology),
+        "consensus_rate": analysis.consensus_rate(topology),
+        "rounds_to_consensus": analysis.rounds_to_consensus(topology),
+        "steady_error": analysis.steady_error(topology),
         "copies_mean": copies.mean,
         "copies_maximum": copies.maximum,
     }

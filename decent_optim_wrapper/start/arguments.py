@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from types import NoneType
@@ -29,14 +29,13 @@ _INITIALISE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of `DecentOptimWrapper` by which this rank finds the others.
 
     They are not checked here: this rank needs them to send its error to the others.
     """
 
-    _: KW_ONLY
     rank: Annotated[int | None, optional(whole(0, _WHOLE))] = None
     world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
     # 0 is what torch.cuda.device_count() returns without a GPU: not known.

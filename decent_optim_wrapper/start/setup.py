@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from operator import ne
 from types import NoneType
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,48 +32,20 @@ from decent_optim_wrapper.start.arguments import (
 )
 from decent_optim_wrapper.start.membership import Trained
 from decent_optim_wrapper.start.owners import add_owner, settle_owners
-from decent_optim_wrapper.start.pace import check_ddp, check_pace
 from decent_optim_wrapper.start.start import Start, check_same, exchange
 from decent_optim_wrapper.start.summary import warn_of_rounding
+from decent_optim_wrapper.start.tensors import ModuleExtras, Tensors, check_parameters, find_tensors
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
 from decent_optim_wrapper.wire.held import HeldTensors, gather_numbers
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
-from decent_optim_wrapper.wire.parameters import (
-    Named,
-    check_dense,
-    check_shards,
-    check_tensors,
-    named_buffers,
-    named_in,
-    named_parameters,
-)
+from decent_optim_wrapper.wire.parameters import Named
 from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, in_agreed_order
 
 # Read once: it takes a third of a millisecond.
 __version__ = version("decent-optim-wrapper")
-
-
-@dataclass(frozen=True)
-class ModuleExtras:
-    """The additions of a module that contains the optimizer.
-
-    Args:
-        in_backward: whether buckets are filled in the order of a backward pass.
-        ignored: the ids of the parameters and buffers of the model that the ranks do not share.
-        parts: objects whose `state_dict` a restarted rank receives.
-        at_end: whether buckets are sent at the end of the backward pass. If the forward pass waits
-            for each of them, it fills them in its own order.
-        averages_frozen: whether averages include frozen parameters outside of the optimizer.
-    """
-
-    in_backward: bool = False
-    ignored: Collection[int] = ()
-    parts: tuple[Any, ...] = ()
-    at_end: bool = False
-    averages_frozen: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,25 +71,6 @@ class Inputs:
     extras: ModuleExtras
 
 
-class _Model(NamedTuple):
-    """The tensors that are trained on this rank.
-
-    Args:
-        parameters: the base's parameters.
-        buffers: the buffers that are averaged: the user's, or all that the model holds.
-        others: the user's buffers and, in a module that contains the wrapper, all that it holds.
-        held: all that the model holds besides the base's parameters, and the user's buffers; what
-            is not in `others` may differ between ranks.
-        replica: the ranks that together hold one copy of the model.
-    """
-
-    parameters: list[Named]
-    buffers: list[Named]
-    others: list[Named]
-    held: list[Named]
-    replica: Replica
-
-
 def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
@@ -136,21 +87,24 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup]:
     """
     with start.failing_together():
         check_arguments(start.arguments)
-        model = _check_model(start, inputs)
-        settle_owners(each.tensor for each in (*model.parameters, *model.held))
-    arguments, settings = start.arguments, inputs.settings
+        instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
+        replica = start.replica(inputs.model)
+        replica.reshard()
+        settings, extras = inputs.settings, inputs.extras
+        tensors = find_tensors(start, inputs.optimizer, inputs.buffers, replica, settings, extras)
+        settle_owners(each.tensor for each in (*tensors.parameters, *tensors.held))
     with start.naming_late_ranks():
-        if arguments.mesh is not None:
+        if (mesh := start.arguments.mesh) is not None:
             # Ranks that gossip along different dimensions would not find each other.
-            check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
+            check_same(f"gossip_dim={start.arguments.gossip_dim!r}, {mesh}", start.transports)
         transport, topology = _find_ranks(start, inputs.topology)
     start.meet(topology, settings.schedule.intervals)
     if membership := start.membership:
         transport = membership.transport
     with start.failing_together():
-        setup = Setup(start, inputs, model, topology, transport)
-    setup.check(model.parameters, transport)
-    model.replica.connect(named.tensor for named in model.parameters)
+        setup = Setup(start, inputs, tensors, replica, topology, transport)
+    setup.check(tensors.parameters, transport)
+    replica.connect(named.tensor for named in tensors.parameters)
     if membership:
         session = membership.open_session()
     else:
@@ -180,51 +134,12 @@ def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transpor
     with start.failing_together():
         # All ranks make the same connections, in the same order, also if one of them fails later.
         transport, found = start.transport, start.world
-        launched_as = found.launched_as or range(found.world_size)
-        own = local_world_size_of(start.arguments, launched_as)
+        own = local_world_size_of(start.arguments, found.launched_as or range(found.world_size))
     # In a store the ranks cannot agree yet: each takes the size of its own node for all.
     if start.elasticity is None and not (exchange(start.transports, [own])[..., 0] == own).all():
         own = 1
     with start.failing_together():
-        resolved = resolve_topology(topology, found.world_size, start.arguments, own)
-    return transport, resolved
-
-
-def _check_model(start: Start, inputs: Inputs) -> _Model:
-    """Name the tensors, and check that they can be exchanged."""
-    instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
-    check_ddp(inputs.model, lambda: start.world, inputs.extras.in_backward)
-    replica = start.replica(inputs.model)
-    replica.reshard()
-    in_model = named_in(inputs.model)
-    given = () if inputs.buffers is None else inputs.buffers
-    buffers = named_buffers(given, {id(each.tensor): each.name for each in in_model})
-    parameters = named_parameters(inputs.optimizer.param_groups)
-    known = {*(id(n.tensor) for n in (*parameters, *buffers)), *inputs.extras.ignored}
-    rest = [each for each in in_model if id(each.tensor) not in known]
-    in_module = inputs.extras.in_backward
-    others = [*buffers, *(rest if in_module else ())]
-    check_dense(others)
-    _check_parameters(parameters, others, replica, inputs.settings)
-    held = [*others]
-    for each in () if in_module else rest:
-        # What gossip cannot exchange stays as it is.
-        with suppress(TypeError, ValueError):
-            check_dense([each])
-            check_shards([each], replica, as_view=False)
-            held.append(each)
-    if inputs.buffers is None:
-        buffers = [each for each in held if each.kind == "buffer"]
-    return _Model(parameters=parameters, buffers=buffers, others=others, held=held, replica=replica)
-
-
-def _check_parameters(
-    parameters: Sequence[Named], others: Sequence[Named], replica: Replica, settings: Settings
-) -> None:
-    check_pace(settings, replica, parameters)
-    replica.reshard()
-    check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
-    check_tensors(parameters)
+        return transport, resolve_topology(topology, found.world_size, start.arguments, own)
 
 
 class Setup:
@@ -235,7 +150,8 @@ class Setup:
     Args:
         start: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
-        model: the tensors that are trained on this rank.
+        tensors: the tensors of this rank.
+        replica: the ranks that together hold one copy of the model.
         topology: the topology of all ranks.
         transport: connects the ranks that gossip.
     """
@@ -244,21 +160,22 @@ class Setup:
         self,
         start: Start,
         inputs: Inputs,
-        model: _Model,
+        tensors: Tensors,
+        replica: Replica,
         topology: Topology,
         transport: Transport,
     ) -> None:
         self._start = start
         self._inputs = inputs
         self._settings = settings = inputs.settings
-        self._model = model
+        self._tensors = tensors
         # The user's group; None if the ranks meet in a store.
         self.process_group = start.process_group
-        self.replica = model.replica
+        self.replica = replica
         self.membership = membership = start.membership
-        self._held = HeldTensors(model.held, inputs.model)
+        self._held = HeldTensors(tensors.held, inputs.model)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
-        in_backward = extras.in_backward and not (mixes_early and extras.at_end)
+        in_backward = extras.in_backward and not (mixes_early and extras.steps_at_end)
         self._policy = policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
@@ -274,18 +191,11 @@ class Setup:
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=tuple if ordered is None else partial(_params_of, ordered, in_backward),
-            copies=model.replica.copies,
+            copies=replica.copies,
         )
-        # The parameters that are frozen now: a rank that comes back makes them anew.
-        fixed = model.parameters + (model.held if extras.averages_frozen else [])
-        frozen = (n for n in fixed if n.kind == "parameter" and not n.tensor.requires_grad)
-        extra = ((n, n.tensor.dtype) for n in (*model.buffers, *frozen))
-        # Torch does not add values of 8 bits.
-        real = [n for n, d in extra if (d.is_floating_point or d.is_complex) and d.itemsize > 1]
-        self._averaged = HeldTensors(real, inputs.model)
         # What a rank that comes back receives; the membership needs it.
         self.trained = Trained(
-            optimizer=inputs.optimizer, held=self._held, parts=extras.parts, layout=self._layout
+            optimizer=inputs.optimizer, held=self._held, parts=extras.stateful, layout=self._layout
         )
         inputs.extensions.attach(
             ExtensionContext(
@@ -317,7 +227,7 @@ class Setup:
                 difference.
         """
         lines = [*self._common]
-        for each in in_agreed_order([*parameters, *self._model.others], self._layout):
+        for each in in_agreed_order([*parameters, *self._tensors.compared], self._layout):
             # Views exchange their storage in memory order.
             strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
             lines.append(f"{each.describe()}{strides}")
@@ -344,7 +254,7 @@ class Setup:
         """
         transport, replica = rounds.session.transport, self.replica
         with self._start.failing_together():
-            _check_parameters(parameters, (), replica, self._settings)
+            check_parameters(parameters, (), replica, self._settings)
         self.check(parameters, transport)
         replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
@@ -358,23 +268,23 @@ class Setup:
 
     def build_coordinator(self, session: Session) -> Coordinator:
         """Build the coordinator, and make the first exchange in each group; collective."""
-        inputs, settings, model = self._inputs, self._settings, self._model
-        tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
+        inputs, settings, found = self._inputs, self._settings, self._tensors
+        tensors = [named.tensor for named in (*found.parameters, *found.averaged)]
         session.transport.let_rounds_take(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
         rate = settings.schedule.mixing_rate
-        own = session.transport.initial_rank
-        local = LocalUpdate(inputs.optimizer, inputs.extensions, own)
+        local = LocalUpdate(inputs.optimizer, inputs.extensions, session.transport.initial_rank)
         rounds = Rounds(session, self._policy, rate)
-        options = (self._layout.plain, self._policy.nonfinite, model.replica)
-        extra = partial(self._averaged.to_average, *options)
-        average = WorldAverage(rounds, model.replica, extra)
-        return Coordinator(rounds, local, average, model.replica, members=self.membership)
+        averaged = HeldTensors(found.averaged, inputs.model)
+        options = (self._layout.plain, self._policy.nonfinite, self.replica)
+        extra = partial(averaged.to_average, *options)
+        average = WorldAverage(rounds, self.replica, extra)
+        return Coordinator(rounds, local, average, self.replica, members=self.membership)
 
     def start_from_same_values(self, coordinator: Coordinator) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, members, rounds = self._model.parameters, self.membership, coordinator.rounds
+        parameters, members, rounds = self._tensors.parameters, self.membership, coordinator.rounds
         takes = self._settings.sync_at_start and not (members and members.joins)
         if takes:
             transport = rounds.session.transport

@@ -9,18 +9,17 @@ from decent_optim_wrapper.codecs import INT4, Codec, codec_of, wide
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.topo import Group, TopologyFactory, default_name
+from decent_optim_wrapper.topo import Group, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
-# A wait that is a smaller share of a step is worth no change; nor is an option that saves less.
-_WORTH, _TIMES_FEWER = 0.1, 1.2
+_NOTHING = "no other codec or topology would shorten that"
 # The bytes of a round that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
 # The codecs to take one after the other, while float32 or a longer code is still sent.
-_CODES = (("torch.int8", codec_of(torch.int8)), ("torch.int4", codec_of(INT4)))
+_CODES = {"comm_dtype=torch.int8": codec_of(torch.int8), "comm_dtype=torch.int4": codec_of(INT4)}
 
 
 def log_summary(rounds: Rounds, gossip_every: int) -> None:
@@ -54,40 +53,28 @@ def warn_of_rounding(settings: Settings, session: Session) -> None:
 
 def log_waits(rounds: Rounds) -> None:
     """Log how long the last steps have waited, as this rank has measured, and what would help."""
-    share, least = rounds.policy.meter.wait_shares()
-    nothing = "no other codec or topology would shorten that"
-    if share <= _WORTH:
-        advice = nothing
-    elif least > _WORTH and _per_round(rounds) > _FEW_BYTES:
-        often = "mix less often, with Schedule(gossip_every=...)"
-        advice = " and ".join(_with_fewer_bytes(rounds)) or f"{nothing}; {often}"
-    elif pairs := _pairs_for(rounds.session):
-        advice = f"bytes are not the reason; with topology={pairs!r} a step waits for one rank only"
+    steps = [*rounds.policy.meter.history]
+    # The first half may have been slower than what comes.
+    last = steps[len(steps) // 2 :]
+    waits = sorted(cost.wait_seconds for _, cost, ranks in last[1:] if len(ranks) > 1) or [0.0]
+    share, now = sum(waits) / (last[-1][0] - last[0][0]), _per_round(rounds)
+    topology, phases = rounds.session.topology, rounds.session.schedule.phases
+    pairs = f"topology={default_name(topology.world_size, topology.local_world_size)!r}"
+    has_pairs = topology.world_size == 3 or min(group.size for group in phases) <= 2
+    # Bytes need their time in every round, so they explain a wait only if the shortest are long.
+    if 2 * len(waits) * waits[len(waits) // 10] < sum(waits) or now < _FEW_BYTES:
+        others = "" if has_pairs else f" but with {pairs} a step waits for one rank only"
+        advice = f"bytes are not the reason,{others or f' and {_NOTHING}'}"
     else:
-        advice = f"bytes are not the reason, and {nothing}; see optimizer.report() on all ranks"
-    steps = len(rounds.policy.meter.history)
-    logger.info(f"the first {steps} steps waited for the network {share:.0%} of the time: {advice}")
-
-
-def _with_fewer_bytes(rounds: Rounds) -> list[str]:
-    """The topology and the codec with which rounds send fewer bytes, and how many times fewer."""
-    phases, now = rounds.session.schedule.phases, _per_round(rounds)
-    found = []
-    if pairs := _pairs_for(rounds.session):
         copies = sum(group.copies_sent for group in phases) / len(phases)
-        found.append((f"topology={pairs!r}", copies))
-    codes = [(f"comm_dtype={name}", now / _per_round(rounds, codec)) for name, codec in _CODES]
-    found += [(option, times) for option, times in codes if times > _TIMES_FEWER][:1]
-    return [f"{option} sends {times:.1f} times fewer bytes" for option, times in found]
-
-
-def _pairs_for(session: Session) -> str | None:
-    """The name of the default topology if all groups are larger than its pairs; otherwise None."""
-    topology = session.topology
-    name = default_name(topology.world_size, topology.local_world_size)
-    is_default = isinstance(topology, dict(TopologyFactory.registered())[name])
-    is_larger = all(group.size > 2 for group in session.schedule.phases)
-    return name if is_larger and not is_default else None
+        options = [(name, now / _per_round(rounds, codec)) for name, codec in _CODES.items()]
+        options = [*([] if has_pairs else [(pairs, copies)]), *options]
+        helping = [f"{o} sends {n:.1f} times fewer bytes" for o, n in options if n > 1.2][:2]
+        advice = " and ".join(helping) or f"{_NOTHING}, but mixing less often would"
+    # A smaller share is worth no change.
+    advice = _NOTHING if share < 0.1 else advice
+    text = f"the first {len(steps)} steps waited for the network {share:.0%} of the time: {advice}"
+    logger.info(f"{text}. optimizer.report() compares the ranks")
 
 
 def _sent(rounds: Rounds, gossip_every: int) -> str:

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from decent_optim_wrapper.topo.any_size import (
-    Base2,
-    BipartiteExponential,
-    Hierarchical,
-    Hypercuboid,
-    RandomMatching,
-)
+from decent_optim_wrapper.topo import any_size, classic
 from decent_optim_wrapper.topo.base import REGISTRY, Topology, build
-from decent_optim_wrapper.topo.classic import (
-    AlternatingExponentialRing,
-    Complete,
-    OnePeerExponential,
-    Ring,
-)
 from decent_optim_wrapper.topo.greedy import Greedy
 
 REGISTRY.update(
     {
-        "complete": Complete,
-        "ring": Ring,
-        "one-peer-exp": OnePeerExponential,
-        "alternating-exp-ring": AlternatingExponentialRing,
-        "hypercuboid": Hypercuboid,
-        "bipartite-exp": BipartiteExponential,
-        "base-2": Base2,
-        "random": RandomMatching,
+        "complete": classic.Complete,
+        "ring": classic.Ring,
+        "one-peer-exp": classic.OnePeerExponential,
+        "alternating-exp-ring": classic.AlternatingExponentialRing,
+        "hypercuboid": any_size.Hypercuboid,
+        "bipartite-exp": any_size.BipartiteExponential,
+        "base-2": any_size.Base2,
+        "random": any_size.RandomMatching,
         "greedy": Greedy,
-        "hierarchical": Hierarchical,
+        "hierarchical": any_size.Hierarchical,
     }
 )
 
@@ -78,5 +66,5 @@ class TopologyFactory:
 
 def default_name(world_size: int, local_world_size: int = 1) -> str:
     """The name of the default topology: pairs, which mix best for their bytes."""
-    kinds = (OnePeerExponential, "one-peer-exp"), (Greedy, "greedy"), (Base2, "base-2")
-    return next(name for kind, name in kinds if kind.accepts(world_size, local_world_size))
+    names = ("one-peer-exp", "greedy", "base-2")
+    return next(name for name in names if REGISTRY[name].accepts(world_size, local_world_size))
