@@ -193,9 +193,9 @@ def first_error(rank: int, group: dist.ProcessGroup, steps: int, **options: Any)
 def test_the_round_of_a_lost_peer_is_dropped_with_what_is_not_posted_yet(
     topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drop = mock.create_autospec(PostingThread.drop, side_effect=PostingThread.drop)
+    drop = mock.create_autospec(PostingThread.abandon, side_effect=PostingThread.abandon)
     post_by_a_thread(monkeypatch)
-    monkeypatch.setattr(PostingThread, "drop", drop)
+    monkeypatch.setattr(PostingThread, "abandon", drop)
     steps = {0: 20, 1: 3}
     lost, _ = run_threads(
         2, lambda rank, group: first_error(rank, group, steps[rank], topology=topology)
@@ -246,7 +246,7 @@ def test_a_drop_waits_for_the_action_that_has_begun_but_for_no_gpu_and_runs_no_o
     assert began.wait(60)
     if not on_a_gpu:
         threading.Timer(0.05, opened.set).start()
-    posting.drop()
+    posting.abandon()
     assert opened.is_set() != on_a_gpu
     opened.set()
     posting.future.result(60)

@@ -40,7 +40,7 @@ def send_to_all(message: Tensor, transport: Transport) -> Announcement:
         # In pairs: a collective would have to come in the same order on all ranks.
         messages = transport.send_control(message, transport.others, ANNOUNCEMENT)
     except WireError as error:
-        raise transport.lose_in_collective(transport.others, error) from error
+        raise transport.lost_in_collective(transport.others, error) from error
     expected = [Expected(each.works, 0, (each.rank,)) for each in messages]
     return Announcement(arrival=Arrival(expected), messages=messages)
 
@@ -56,5 +56,5 @@ def read(announced: Announcement, transport: Transport) -> dict[int, list[int]]:
     except WireError as error:
         lost = announced.arrival.lost()
         suspects = lost.suspects if lost else transport.others
-        raise transport.lose_in_collective(suspects, error) from error
+        raise transport.lost_in_collective(suspects, error) from error
     return {each.rank: each.message.tolist() for each in announced.messages}

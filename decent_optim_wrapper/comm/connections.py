@@ -161,7 +161,7 @@ class Connections:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
         return CPU if self._backend == "gloo" and self.world_size > 1 else device
 
-    def abort(self, reason: str, broken: bool = False) -> None:
+    def close(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.
 
         The connections of the user's process group stay open, but are not used any more.
@@ -183,12 +183,12 @@ class Connections:
             else:
                 self._reports.note_error(error)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Close the communicators made here and release the user's process group."""
         close(self._release(), self.gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
 
-    def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
+    def find_lost(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections after a `WireError`, and find out which rank was lost.
 
         Args:
@@ -199,16 +199,16 @@ class Connections:
         if self._should_stop is not None:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
-            self.abort(f"{loss} was lost")
+            self.close(f"{loss} was lost")
             return loss
         # The note first: the neighbours read it when they see the connection closed.
         self._reports.note(names)
-        self.abort(f"{PeerLoss(names)} was lost")
+        self.close(f"{PeerLoss(names)} was lost")
         return self._reports.find(names, silent)
 
-    def lose_in_collective(self, suspects: tuple[int, ...], error: WireError) -> RuntimeError:
-        """Like `lose`; returns the error of a collective of all ranks."""
-        loss = self.lose(suspects, error.silent)
+    def lost_in_collective(self, suspects: tuple[int, ...], error: WireError) -> RuntimeError:
+        """Like `find_lost`; returns the error of a collective of all ranks."""
+        loss = self.find_lost(suspects, error.silent)
         return loss.as_error(
             self.initial_rank,
             f"expected all {self.world_size} ranks to take part in a collective within "
@@ -216,7 +216,7 @@ class Connections:
             f"in the same order everywhere",
         )
 
-    def fail(self, error: BaseException) -> None:
+    def report_and_close(self, error: BaseException) -> None:
         """Close the connections because this rank cannot continue, and report why.
 
         It does nothing if they are closed already.
@@ -224,7 +224,7 @@ class Connections:
         if self._closure is None:
             self._reports.note_error(error)
             broken = not isinstance(error, (PeerError, CallOrderError))
-            self.abort(f"this rank failed with {type(error).__name__}: {error}", broken)
+            self.close(f"this rank failed with {type(error).__name__}: {error}", broken)
 
     def _leave_to_parent(self) -> None:
         """Drop the connections of the parent in a forked process."""

@@ -78,7 +78,7 @@ class PostingThread:
             self.add(last)
         self._actions.put(None)
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Run no more actions, and wait for the one that has begun, but for no GPU."""
         self._dropped = True
         self.end()

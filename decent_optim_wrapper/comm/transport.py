@@ -187,7 +187,7 @@ class Transport(Connections):
             raise WireError(text_of(error), silent) from error
         # The works cannot be waited for any more, and their data must not be mixed. A thread that
         # continued to wait for them would delay the end of the process.
-        self.fail(error)
+        self.report_and_close(error)
 
     def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[Waitable]:
         """Start sending `outgoing` to `peer` and receiving `incoming` from it.
@@ -206,7 +206,9 @@ class Transport(Connections):
         """
         if outgoing.device.type != "cpu" and self.coalesces(outgoing.device):
             pair = outgoing, incoming
-            return [nccl.exchange(self._ready or self._open_world(), *pair, peer, self.fail)]
+            return [
+                nccl.exchange(self._ready or self._open_world(), *pair, peer, self.report_and_close)
+            ]
         # Every step comes here, so it makes as few calls as possible.
         world = self._ready or self._open_world()
         try:
@@ -319,7 +321,7 @@ class Transport(Connections):
                 self.wait_for_any(posting.future)
             self.wait([self._on_stream(start(self._open_world()), tensor)])
         except WireError as error:
-            raise self.lose_in_collective(self.others, error) from error
+            raise self.lost_in_collective(self.others, error) from error
 
     @property
     def others(self) -> tuple[int, ...]:

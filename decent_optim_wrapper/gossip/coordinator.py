@@ -373,7 +373,7 @@ class Coordinator:
             if self.replica.transports:
                 # The ranks along the other dimensions wait for this one, too.
                 for transport in self.transports:
-                    transport.fail(error)
+                    transport.report_and_close(error)
             raise
         except BaseException as error:
             if not isinstance(error, (NonFiniteError, *shared)):
@@ -384,6 +384,6 @@ class Coordinator:
         """Close the connections for good, and leave the error in the store for the other ranks."""
         self.rounds.abandon()
         for transport in self.transports:
-            transport.fail(error)
+            transport.report_and_close(error)
         if self.members:
             self.members.leave()

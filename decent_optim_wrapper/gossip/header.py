@@ -141,5 +141,5 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
             f"call the same methods in the same order and equally often on every rank, whatever "
             f"the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )
-        transport.fail(error)
+        transport.report_and_close(error)
         raise error

@@ -279,7 +279,7 @@ class Round:
                 self._header.check(other, *ranks, self._policy.pacing.synchronous)
             except CallOrderError as error:
                 # This rank leaves the round, and the others must notice, or they would wait for it.
-                transport.fail(error)
+                transport.report_and_close(error)
                 raise
             self._rate = min(self._rate, other.mixing_rate)
             summed = min(summed, other.summed)

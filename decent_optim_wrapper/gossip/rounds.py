@@ -310,4 +310,4 @@ def _end(opened: _Open) -> None:
             "{}: {}; call synchronize() at the end of the training",
             *(transport.initial_rank, _CLOSE_TIMEOUT, error),
         )
-    transport.close()
+    transport.release()

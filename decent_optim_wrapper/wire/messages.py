@@ -113,7 +113,7 @@ class Messages:
         """Post nothing more."""
         if self.thread is not None:
             # The thread may still use memory that the next round uses.
-            self.thread.drop()
+            self.thread.abandon()
 
     def wait(
         self, works: list[Waitable], bucket: int, suspects: tuple[int, ...], on_gpu: bool = False
@@ -157,7 +157,7 @@ class Messages:
             A `CallOrderError` if the lost rank has reported one, otherwise a `PeerError`.
         """
         transport, number = self._round.transport, self._round.number
-        loss = transport.lose(suspects, silent)
+        loss = transport.find_lost(suspects, silent)
         group = tuple(transport.members[rank] for rank in self._round.group.ranks)
         return loss.as_error(
             transport.initial_rank,

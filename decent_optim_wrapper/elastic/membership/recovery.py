@@ -228,7 +228,7 @@ class Recovery:
     def _gather(self) -> None:
         """Close the connections, and connect the remaining ranks."""
         self._coordinator.rounds.abandon()
-        self.transport.abort("the members gather again")
+        self.transport.close("the members gather again")
         self.epoch = self.rendezvous.gather(self._note)
         self._note = self.epoch.note
 
