@@ -45,7 +45,7 @@ def train_densely(
 ) -> Tensor:
     """Train all ranks in one place: x <- W x - u(x) with overlap, else x <- W (x - u(x)).
 
-    If they may change after the launch, x <- x + (W s - s) - u(x), with s those of the launch.
+    If they may change after the launch of s, x <- x + (W s - s) - u(x).
 
     Args:
         worlds: the parameters of every rank.

@@ -141,7 +141,7 @@ class Plain:
             part.load_state_dict(state)
 
     def check(self, found: nn.Module) -> None:
-        """A framework has trained a model to the same values, which are not those of the start."""
+        """A framework has trained a model to the same values, which differ from the start."""
         assert_same(values(found), values(self.model))
         assert not any(map(torch.equal, found.parameters(), make_model().parameters()))
 

@@ -171,7 +171,7 @@ def look_at_average(
 ) -> None:
     """Note what an average looks like that is in place for a moment; nothing is left of it.
 
-    The last values are frozen: those of the others on every rank.
+    The last values are frozen: every rank has the values of the others.
     """
     own = flatten(params)
     try:

@@ -27,7 +27,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("topology", [WEIGHTED, *(TopologyFactory.create(*each) for each in NAMED)])
-def test_the_steady_error_and_the_rate_are_those_of_dense_matrices(topology: Topology) -> None:
+def test_the_steady_error_and_the_rate_agree_with_dense_matrices(topology: Topology) -> None:
     """Noise of variance 1 comes after the mixing with overlap, else before it."""
     n, period = topology.world_size, topology.period
     matrices = [topology.mixing_matrix(phase) for phase in range(period)]

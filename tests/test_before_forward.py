@@ -143,7 +143,7 @@ def read_before_the_model(model: Any, rank: int, step: int) -> Tensor:
 def read_a_part_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     if step % 2:
         return loss_of(model, rank, step)
-    # A parameter of the model and those of a layer, which are not called then.
+    # A parameter of the model and the parameters of a layer, which are not called then.
     hidden = model.attention(*3 * (model.first(batch(rank, step)) * model.own,))[0]
     return error(F.linear(hidden, model.last.weight, model.last.bias), rank, step)
 

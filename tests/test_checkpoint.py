@@ -484,7 +484,7 @@ def save_while_ranks_go_and_come(
 
 
 @pytest.mark.slow
-def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None:
+def test_sets_of_fewer_ranks_never_displace_sets_of_all_ranks(tmp_path: Path) -> None:
     with RestartableProcesses(3, save_while_ranks_go_and_come, tmp_path) as processes:
         alone = processes.wait_for(0, "alone")
         processes.wait_for(1, "alone")

@@ -158,7 +158,7 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize(("name", "numel", "dtype"), pairwise(named(*DEFINITIONS), SIZES, DTYPES))
-def test_codes_are_those_of_the_definition(name: str, numel: int, dtype: torch.dtype) -> None:
+def test_codes_follow_their_definition(name: str, numel: int, dtype: torch.dtype) -> None:
     values = draw(numel, seed=numel, dtype=dtype)
     read = decoded(CODECS[name], coded(CODECS[name], values), values)
     assert torch.equal(read, DEFINITIONS[name](values))

@@ -93,9 +93,7 @@ def test_what_is_personal_to_a_rank_is_neither_compared_nor_mixed(way: str, over
 
 
 @pytest.mark.parametrize(("optim_fn", "views"), [(sgd, False), (optim_fn_adamw, True)])
-def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
-    optim_fn: Any, views: bool
-) -> None:
+def test_only_the_gradients_of_one_bucket_exist_at_a_time(optim_fn: Any, views: bool) -> None:
     """Also where the biases are a group of their own."""
 
     def main(rank: int, group: dist.ProcessGroup) -> None:

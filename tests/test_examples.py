@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def fork_from_here() -> None:
-    """Import once what draws, and let scripts fork processes that would import torch again."""
+    """Import once what draws, and make scripts fork, whose processes would import torch again."""
     importlib.import_module("matplotlib.pyplot")
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]

@@ -70,7 +70,7 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
         optimizer.synchronize()
         return flatten(params)
 
-    # Were the anchors still those of before, the ranks would be pulled apart again.
+    # Older anchors would pull the ranks apart again.
     expected = flatten(make_params()) + 0.5
     for row in run_threads(2, main):
         torch.testing.assert_close(row, expected)
@@ -136,7 +136,7 @@ def sums(rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
 
 
 def check_that_the_sums_agree(results: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Of y and of the means; those of each rank differ."""
+    """Of y and of the means, which differ on each rank."""
     y, means = (sum(result[k] for result in results) for k in range(2))
     torch.testing.assert_close(y, means, rtol=0, atol=1e-12)
     assert all((own - mean).abs().max() > 1e-4 for own, mean in results)
@@ -418,7 +418,7 @@ def test_state_is_mixed_in_its_own_precision_whichever_rank_lacks_some_of_it(
 
 
 @pytest.mark.parametrize("mode", ["copies", "bf16-views"])
-def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: str) -> None:
+def test_a_rank_without_an_entry_does_not_change_the_entries_of_the_others(mode: str) -> None:
     """One skips its first updates, as GradScaler makes it do, and one has no gradient for long."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor | None:
@@ -504,7 +504,7 @@ class Quantised(SGD):
 
 
 class ScheduleFree(SGD):
-    """As those of Defazio et al., whose own iterate z has to be mixed, too, to converge."""
+    """Optimizers of Defazio et al. converge only if their own iterate z is mixed, too."""
 
 
 def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:

@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[list[int]]]:
-    """The parameters at the end, and those of each bucket by number."""
+    """The parameters at the end, and the numbers of the parameters of each bucket."""
     scaler = GradScaler("cpu", init_scale=64.0, enabled=case.scales)
     options: dict[str, Any] = {
         "topology": case.topology,

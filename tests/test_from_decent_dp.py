@@ -1,6 +1,6 @@
 """decent-dp 0.2.3 and this library, from the same start on the same data.
 
-What decent-dp does, read from its source and held here. Its iteration k (from 1 on) is the k-th
+What decent-dp does, read from its source and checked here. Its iteration k (from 1 on) is the k-th
 forward in training mode and the backward after it; x_k are the parameters after k updates, g_k is
 the gradient of iteration k, always at x_(k-1), and W_p the mixing matrix of phase p mod the period.
 

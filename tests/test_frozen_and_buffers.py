@@ -70,7 +70,7 @@ def start(way: str, model: Holding, group: dist.ProcessGroup, **options: Any) ->
 
 
 @pytest.mark.parametrize("way", ["wrapper", "module", "integration"])
-def test_all_that_a_model_holds_starts_as_on_rank_0_without_a_common_seed(way: str) -> None:
+def test_all_tensors_of_a_model_start_as_on_rank_0_without_a_common_seed(way: str) -> None:
     def main(rank: int, group: dist.ProcessGroup, sync: bool) -> bool:
         model, first = Holding(rank), Holding(0).held()
         own = model.held()

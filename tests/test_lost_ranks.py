@@ -35,7 +35,7 @@ wrap = partial(problem.wrap, topology="ring", timeout=PATIENCE)
 
 
 class OutOfMemoryError(RuntimeError):
-    """What an allocator raises, which is a RuntimeError like those of gloo."""
+    """What an allocator raises, which is a RuntimeError like gloo's errors."""
 
 
 MEMORY = OutOfMemoryError("expected 25 MiB, but they are not there")
@@ -257,7 +257,7 @@ def test_a_rank_that_ends_before_its_last_round_arrives_is_named_as_one_that_end
 
 
 class DeadStore:
-    """Gone with the process that held it, which was the first to end."""
+    """Gone with the process that served it, which was the first to end."""
 
     def check(self, keys: list[str]) -> bool:
         raise dist.DistNetworkError("Broken pipe")

@@ -114,7 +114,7 @@ def reals(tensor: Tensor) -> Tensor:
 def test_longer_windows_follow_the_formula(
     kind: Any, size: int, changed: int, maximize: bool
 ) -> None:
-    """A window whose length is changed ends with the gradients that it then holds.
+    """A window whose length is changed ends with the gradients that it has then.
 
     The parameters, of several dtypes, have gradients in other steps.
     """

@@ -183,7 +183,7 @@ def test_groups_may_be_added_and_taken_out() -> None:
         wrapper.add_param_group({"params": []})
         assert torch.equal(flatten(params), own)
         wrapper.add_param_group({"params": late, "lr": 0.01})
-        assert torch.equal(flatten(late), flatten(make_params(seed=10))), "those of rank 0"
+        assert torch.equal(flatten(late), flatten(make_params(seed=10))), "the values of rank 0"
         take_steps(wrapper, [*params, *late], rank, range(3))
         for each in wrapper.param_groups:
             each["lr"] = 0.0
@@ -338,7 +338,7 @@ def test_public_attributes_and_methods_of_the_base_are_reached_and_no_others() -
         assert not hasattr(wrapper, name)
     with pytest.raises(AttributeError, match="'Wrapping' object has no attribute 'anything_else'"):
         _ = wrapper.anything_else
-    # Nor are numbers that a scaler has given to the base, or its flag, those of the wrapper.
+    # Nor does the wrapper take the numbers or the flag that a scaler has given to the base.
     base.found_inf, base.grad_scale = torch.ones(1), torch.full((1,), 2.0)
     base._step_supports_amp_scaling = False
     assert wrapper._step_supports_amp_scaling is True

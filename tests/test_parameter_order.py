@@ -96,7 +96,7 @@ def test_ranks_with_parameters_in_other_orders_train_as_with_one_order(
     wrap: Callable[..., Wrapped], more: dict[str, Any]
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup, turns: int) -> tuple[Tensor, Tensor]:
-        # Others than those of rank 0.
+        # Other values than on rank 0.
         model = make_model(rank)
         wrapped = wrap(model, turns * rank, process_group=group, topology="ring", **more)
         start = flatten(list(model.parameters()))

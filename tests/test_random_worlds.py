@@ -1,4 +1,4 @@
-"""Random worlds, schedules, parameters and calls: what holds whatever they are."""
+"""Random worlds, schedules, parameters and calls: what is true of all of them."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_a_rank_that_comes_back_as_another_is_refused_and_all_may_start_again() 
     assert [life.changes for life in lives] == [[]] * 3
 
 
-def test_a_rank_that_comes_back_waits_for_others_held_up_beyond_the_timeout() -> None:
+def test_a_rank_that_comes_back_waits_for_others_delayed_beyond_the_timeout() -> None:
     timeout = 2.0
     with trained(4, timeout=timeout) as processes:
         processes.all_reach("joined")

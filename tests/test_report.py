@@ -149,7 +149,7 @@ def test_a_link_is_blamed_only_for_waits_that_its_bytes_explain() -> None:
     assert [each.waits_for for each in report.ranks] == [None] * 4
 
 
-def test_the_row_of_a_rank_has_its_typical_waits_and_those_of_its_fastest_rounds() -> None:
+def test_the_row_of_a_rank_has_its_typical_waits_and_the_waits_of_its_fastest_rounds() -> None:
     waits = [0.0, *(0.05 if round % 5 else 0.001 for round in range(60))]
     history = [
         (float(end), StepStats(10, wait, 0.0, 0.0, 1, end), (end % 2, 2))

@@ -175,7 +175,7 @@ def averages(hook: Any, rank: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_simulated_hooks_average_as_those_of_torch() -> None:
+def test_simulated_hooks_average_as_hooks_of_torch_do() -> None:
     expected = run_processes(RANKS, averages_by_hooks)
     for name, simulated in (
         ("PowerSGD 1", PowerSGD(1, GPT, start=0)),
@@ -206,7 +206,7 @@ def test_one_fragment_that_arrives_at_once_is_diloco(monkeypatch: pytest.MonkeyP
     assert (plain - GPT.initial_weights(SEED)).abs().max() > LR
 
 
-def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+def test_the_tables_of_the_page_show_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
     results = time_to_loss.Results(time_to_loss.RESULTS)
     assert time_to_loss.table(results, time_to_loss.SEEDS) in readme

@@ -262,7 +262,7 @@ def test_a_rank_that_comes_back_when_nobody_trains_waits_for_one_timeout(others:
 
 
 def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
-    """After a cut the kernel sends it once more: only two are those of a living process."""
+    """After a cut the kernel sends it once more: only two come from a living process."""
     store = HashStore()
     store.set("heartbeat/0", "1 0 1 ")
     own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)

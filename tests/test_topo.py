@@ -235,7 +235,7 @@ def test_a_rank_of_100_000_computes_its_own_groups_only(name: str) -> None:
     assert len(topology.digest) == 16
     assert len(schedule) == topology.period
     assert any(group.size > 1 for group in schedule)
-    # Each group is compared with those of two of its ranks, and 64 ranks make the digest.
+    # Each group is compared with the groups of two of its ranks, and 64 ranks make the digest.
     assert calls <= 67 * topology.period
 
 

@@ -123,7 +123,7 @@ def diloco(momentum: float, lr: float) -> Rule:
 
 
 def noloco(alpha: float, beta: float) -> Rule:
-    """NoLoCo (Kolehmainen et al., 2025) with γ = β, means being those of the pair.
+    """NoLoCo (Kolehmainen et al., 2025) with γ = β, with the means of the pair.
 
     δ <- α δ + β mean(θ - φ) - γ (φ - mean(φ)), φ <- φ + δ.
     """

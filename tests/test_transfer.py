@@ -108,7 +108,7 @@ def test_parameters_on_the_same_memory_are_named() -> None:
 
 
 @pytest.mark.parametrize(("comm", "share"), [(None, 1.0), (torch.bfloat16, 0.25)])
-def test_stats_are_those_of_the_last_step_whatever_came_after(
+def test_stats_describe_the_last_step_whatever_came_after(
     comm: torch.dtype | None, share: float
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
