@@ -9,7 +9,7 @@ from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerErro
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log
-from decent_optim_wrapper.start.setup import __version__
+from decent_optim_wrapper.start.build import __version__
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 

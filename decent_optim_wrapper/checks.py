@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from torch.optim import LBFGS, Optimizer
 
@@ -23,6 +23,29 @@ from decent_optim_wrapper.topo.base import did_you_mean
 
 Check = Callable[[str, Any], Any]
 Record = TypeVar("Record")
+Params = ParamSpec("Params")
+
+
+def known_options(init: Callable[Params, None]) -> Callable[Params, None]:
+    """Let a constructor say which option was meant if one is misspelt."""
+
+    @wraps(init)
+    def checked(*args: Params.args, **options: Params.kwargs) -> None:
+        check_options(options, init)
+        init(*args, **options)
+
+    return checked
+
+
+def check_options(options: Iterable[str], *constructors: Callable[..., object]) -> None:
+    """Check that one of these constructors knows each option.
+
+    Raises:
+        TypeError: none knows one; the text has the most similar one.
+    """
+    known = [name for each in constructors for name in inspect.signature(each).parameters]
+    for name in set(options).difference(known):
+        raise TypeError(f"got an unknown option {name!r}{did_you_mean(name, known)}")
 
 
 def take_fields(kind: Callable[..., Record], options: Mapping[str, Any]) -> Record:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.checks import check_base, check_closures, check_mixing_rate, take_fields
+from decent_optim_wrapper import checks
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import OnNonfinite, Overlap, Schedule, Settings, default_overlap
@@ -36,10 +36,10 @@ from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.report import Report, diagnose, measure
-from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.build import Inputs, build
+from decent_optim_wrapper.start.error_sharing import ErrorSharing
+from decent_optim_wrapper.start.meeting import Meeting
 from decent_optim_wrapper.start.membership import Elasticity, Membership
-from decent_optim_wrapper.start.setup import Inputs, set_up
-from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary, log_waits
 from decent_optim_wrapper.start.tensors import WITHOUT_MODULE, ModuleExtras
 from decent_optim_wrapper.topo import Topology
@@ -142,6 +142,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     # skip step(), including the round, on only the rank whose gradients overflowed.
     _step_supports_amp_scaling = True
 
+    @checks.known_options
     def __init__(
         self,
         optimizer: Optimizer,
@@ -166,23 +167,23 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
         _extras: ModuleExtras = WITHOUT_MODULE,
-        _start: Start | None = None,
+        _sharing: ErrorSharing | None = None,
     ) -> None:
         # Each record takes the options that are its fields, by name.
         options = {**locals(), "extras": _extras}
-        start = _start or Start(take_fields(Arguments, options))
-        with start.failing_together():
-            check_base(optimizer)
-            in_module = _extras.in_backward
-            known = model if mesh is None or in_module else None
+        sharing = _sharing or ErrorSharing(checks.take_fields(Meeting, options))
+        with sharing.failing_together():
+            checks.check_base(optimizer)
+            inside = _extras.in_backward
+            known = model if mesh is None or inside else None
             if overlap is None:
                 options["overlap"] = default_overlap(extensions, known, params_of(optimizer))
-            options["settings"] = settings = take_fields(Settings, options)
-            check_closures(optimizer, in_module or not isinstance(settings.pacing, WithinStep))
+            options["settings"] = settings = checks.take_fields(Settings, options)
+            checks.check_closures(optimizer, inside or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
             options["extensions"] = arrange(extensions, optimizer)
-        self._settings, inputs = settings, take_fields(Inputs, options)
-        coordinator, self._setup = set_up(start, inputs)
+        self._settings, inputs = settings, checks.take_fields(Inputs, options)
+        coordinator, self._builder = build(sharing, inputs)
         self._coordinator, self._rounds = coordinator, coordinator.rounds
         self._local_update = coordinator.local_update
         self._forward_hooks: ForwardHooks | None = None
@@ -193,8 +194,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
         leads = self.rank == 0 and (mesh is None or dist.get_rank() == 0)
-        logs_waits = leads and self.world_size > 1
-        self._shared: dict[str, Any] = {"average_contexts": 0, "logs_waits": logs_waits}
+        self._shared: Any = {"average_contexts": 0, "logs_waits": leads and self.world_size > 1}
         Joinable.__init__(self)
         if leads:
             log_summary(self._rounds, settings.schedule.gossip_every)
@@ -236,7 +236,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
-        self._rounds.mix_with(check_mixing_rate(rate))
+        self._rounds.mix_with(checks.check_mixing_rate(rate))
 
     @property
     def rank(self) -> int:
@@ -256,12 +256,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def recovery(self) -> Membership | None:
         """Continues without lost ranks; None without `elastic`."""
-        return self._setup.membership
+        return self._builder.membership
 
     @property
     def replica(self) -> Replica:
         """The ranks of a mesh that together hold one copy of the model."""
-        return self._setup.replica
+        return self._builder.replica
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -639,7 +639,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        group = self._setup.process_group
+        group = self._builder.process_group
         if group is None or serves(group, CPU):
             return CPU
         return next(param.device for param in self._coordinator.params if param.is_cuda)
@@ -647,7 +647,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group in which Join counts."""
-        return self._setup.process_group
+        return self._builder.process_group
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
@@ -689,7 +689,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones; collective."""
-        add = partial(self._setup.add, self._rounds, parameters, late)
+        add = partial(self._builder.add, self._rounds, parameters, late)
         self._coordinator.meet(CollectiveCall.REGROUP, add)
         if self._forward_hooks is not None:
             self._forward_hooks.watch()

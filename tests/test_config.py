@@ -39,7 +39,7 @@ from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, beat_key
 from decent_optim_wrapper.elastic.membership.liveness import ENDED
 from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix, mark_end
-from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.meeting import Meeting
 
 
 def defaults(record: Any) -> dict[str, Any]:
@@ -88,16 +88,16 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
     """The signature, the docstring and the records name the same options, with the same types."""
     signature = [n for n in inspect.signature(DecentOptimWrapper).parameters if n[0] != "_"]
     assert documented(DecentOptimWrapper) == signature
-    settings, arguments = ([*defaults(record)] for record in (Settings, Arguments))
+    settings, arguments = ([*defaults(record)] for record in (Settings, Meeting))
     assert {*settings, *arguments, *OBJECTS} == {*signature}
     assert not OBJECTS & {*settings, *arguments}
     hints = get_type_hints(DecentOptimWrapper.__init__)
-    for record in (Settings, Arguments):
+    for record in (Settings, Meeting):
         for name, hint in get_type_hints(record).items():
             # Settings have its default.
             assert hint == hints[name] or name == "overlap", name
     assert [*checks_of(Settings)] == settings
-    assert {*arguments} - {*checks_of(Arguments)} == CHECKED_APART
+    assert {*arguments} - {*checks_of(Meeting)} == CHECKED_APART
 
 
 @pytest.mark.parametrize("record", [Schedule(), Elastic(), Late(2), AsItArrives()])

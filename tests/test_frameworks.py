@@ -29,7 +29,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
-from decent_optim_wrapper.start.setup import Setup
+from decent_optim_wrapper.start.build import Builder
 
 pytestmark = pytest.mark.slow
 LIGHTNING, ACCELERATE, TRANSFORMERS = (
@@ -391,7 +391,7 @@ def train_with_fabric(rank: int, folder: Path) -> None:
         fabric.save(folder / "saved.pt", {"model": model, "optimizer": optimizer})
     saved = validate(plain)
     more = nn.Linear(2, 2)
-    with patch.object(Setup, "add", autospec=True, side_effect=Setup.add) as add:
+    with patch.object(Builder, "add", autospec=True, side_effect=Builder.add) as add:
         optimizer.add_param_group({"params": more.parameters()})
     assert len(optimizer.param_groups) == 2
     assert add.call_count == 1, "what Fabric returns looks like the wrapper, but holds it"

@@ -32,8 +32,8 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.elastic.membership import rendezvous
-from decent_optim_wrapper.start import start
-from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
+from decent_optim_wrapper.start import error_sharing
+from decent_optim_wrapper.start.meeting import Meeting, local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Ring
 from decent_optim_wrapper.wire.broadcast import digest
 
@@ -185,7 +185,7 @@ def test_ranks_that_are_dealt_to_nodes_in_turn_are_in_no_blocks(
     """Rank 2 of nodes of 2 ranks; a number that the node does not have says nothing."""
     for name, value in {"LOCAL_WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": place}.items():
         monkeypatch.setenv(name, value)
-    assert local_world_size_of(Arguments(), range(4)) == size
+    assert local_world_size_of(Meeting(), range(4)) == size
 
 
 def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_constructor_that_waits_says_which_ranks_have_not_come(
     is_elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where in (start, rendezvous):
+    for where in (error_sharing, rendezvous):
         monkeypatch.setattr(where, "PATIENCE", 0.2)
     # Counts the wrappers of a process, which all these ranks share.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda _: "one")
@@ -332,6 +332,22 @@ def test_a_digest_shows_signs_and_differences_that_cancel_in_a_sum() -> None:
         curved = torch.tensor([1, 0, -2, 0, 1, 0]).to(dtype)
         assert digest(curved + 7) != digest(torch.full_like(curved, 7))
     assert digest(torch.zeros(0)) == digest(torch.zeros(9)) == 0
+
+
+def test_a_misspelt_option_is_an_error_that_names_the_option() -> None:
+    model, base = make_model(), sgd(make_params())
+    for options, name in (
+        ({"topolgy": "ring"}, "topology"),
+        ({"extension": []}, "extensions"),
+        ({"overlaps": True}, "overlap"),
+    ):
+        expected = rf"unknown option '{next(iter(options))}' \(did you mean '{name}'\?\)"
+        with pytest.raises(TypeError, match=expected):
+            DecentOptimWrapper(base, **options)
+        with pytest.raises(TypeError, match=expected):
+            DecentralizedDataParallel(model, modules.sgd, **options)
+    with pytest.raises(TypeError, match="did you mean 'update_in_backward'"):
+        DecentralizedDataParallel(model, modules.sgd, update_in_backwards=True)
 
 
 def train_with_ddp(rank: int) -> tuple[list[str], list[list[float]]]:

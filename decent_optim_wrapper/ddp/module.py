@@ -14,18 +14,19 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_optim_wrapper.checks import check_base, expect, instance_of, is_real, take_fields
+from decent_optim_wrapper import checks
 from decent_optim_wrapper.config import Overlap
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import is_splittable
-from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.error_sharing import ErrorSharing
+from decent_optim_wrapper.start.meeting import Meeting
 from decent_optim_wrapper.start.tensors import ModuleExtras
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LRSchedulerFn = Callable[[Optimizer], LRScheduler]
@@ -120,15 +121,16 @@ class DecentralizedDataParallel(Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        start = Start(take_fields(Arguments, options))
-        with start.failing_together():
+        sharing = ErrorSharing(checks.take_fields(Meeting, options))
+        with sharing.failing_together():
+            checks.check_options(options, DecentralizedDataParallel, DecentOptimWrapper)
             _check(model, scaler, grad_clip_norm, update_in_backward)
             if param_as_bucket_view is None:
                 param_as_bucket_view = wants_views(model, options.get("mesh"))
             ignored = set(map(id, ignored_params))
             named = [pair for pair in model.named_parameters() if id(pair[1]) not in ignored]
             base = optim_fn([pair for pair in named if pair[1].requires_grad])
-            check_base(base)
+            checks.check_base(base)
             _check_ignored(ignored, model, base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
         self.module = model
@@ -148,7 +150,7 @@ class DecentralizedDataParallel(Module):
                 stateful=tuple(part for part in (scheduler, scaler) if part is not None),
                 averages_held=sync_buffer_in_global_avg,
             ),
-            _start=start,
+            _sharing=sharing,
             **options,
         )
         in_parts = update_in_backward is not False
@@ -342,12 +344,12 @@ def wants_views(model: Module, mesh: Any) -> bool:
 
 
 def _check(model: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
-    instance_of("a torch.nn.Module", Module)("model", model)
+    checks.instance_of("a torch.nn.Module", Module)("model", model)
     if isinstance(model, DecentralizedDataParallel):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
-    instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
-    instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)
-    expect(is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
+    checks.instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
+    checks.instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)
+    checks.expect(checks.is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
     if not clip_norm >= 0 or math.isinf(clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {clip_norm}")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.comm.process_groups import is_registered
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.mesh.replica import Replica
-from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.error_sharing import ErrorSharing
 from decent_optim_wrapper.wire.parameters import (
     Named,
     check_dense,
@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
 
 
 def find_tensors(
-    start: Start,
+    sharing: ErrorSharing,
     optimizer: Optimizer,
     buffers: Iterable[Tensor] | None,
     replica: Replica,
@@ -80,14 +80,14 @@ def find_tensors(
     """Name the tensors, and check that they can be exchanged.
 
     Args:
-        start: knows the ranks that gossip.
+        sharing: knows the ranks that gossip.
         optimizer: the base.
         buffers: the user's buffers; None takes those of the model.
         replica: the ranks that hold the model.
         settings: the checked settings.
         extras: what a module that contains the wrapper adds.
     """
-    _check_ddp(replica.model, start, extras.in_backward)
+    _check_ddp(replica.model, sharing, extras.in_backward)
     in_model = named_in(replica.model)
     names = {id(each.tensor): each.name for each in in_model}
     given = named_buffers(() if buffers is None else buffers, names)
@@ -130,12 +130,12 @@ def check_parameters(
     check_tensors(parameters)
 
 
-def _check_ddp(model: nn.Module | None, start: Start, in_backward: bool) -> None:
+def _check_ddp(model: nn.Module | None, sharing: ErrorSharing, in_backward: bool) -> None:
     """Check that no `DistributedDataParallel` averages the gradients of ranks that gossip.
 
     Args:
         model: the model; None if it is not known.
-        start: knows the ranks that gossip.
+        sharing: knows the ranks that gossip.
         in_backward: whether steps are made inside the backward pass, before gradients are averaged.
 
     Raises:
@@ -144,7 +144,7 @@ def _check_ddp(model: nn.Module | None, start: Start, in_backward: bool) -> None
     for name, module in () if model is None else model.named_modules():
         if not isinstance(module, DistributedDataParallel):
             continue
-        group, found = module.process_group, start.world
+        group, found = module.process_group, sharing.world
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else ()
         if in_backward or len({*ranks} & {*found.launched_as}) > 1:
             raise ValueError(

@@ -30,8 +30,8 @@ _INITIALISE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """The arguments of `DecentOptimWrapper` by which this rank finds the others.
+class Meeting:
+    """Who meets: the arguments of `DecentOptimWrapper` by which this rank finds the others.
 
     They are not checked here: this rank needs them to send its error to the others.
     """
@@ -47,27 +47,27 @@ class Arguments:
     timeout: timedelta | float | None = None
 
 
-def check_arguments(arguments: Arguments) -> None:
+def check_meeting(meeting: Meeting) -> None:
     """Check each argument, and that the mesh and the dimension of the gossip fit together.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range or missing, or contradicts another one.
     """
-    check_fields(arguments)
-    mesh, name = arguments.mesh, arguments.gossip_dim
+    check_fields(meeting)
+    mesh, name = meeting.mesh, meeting.gossip_dim
     if mesh is None:
         if name is not None:
             raise ValueError(f"gossip_dim={name!r} expects a mesh; pass mesh=DeviceMesh, too")
         return
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh expects a torch.distributed.DeviceMesh or None, got {mesh!r}")
-    if arguments.process_group is not None:
+    if meeting.process_group is not None:
         raise ValueError(
             "mesh and process_group both say who gossips; pass mesh and gossip_dim alone, or "
             "process_group=mesh.get_group(name) for replicas of one rank each"
         )
-    if arguments.elastic is not None:
+    if meeting.elastic is not None:
         raise ValueError(
             "elastic expects replicas of one rank each, not a mesh: a lost rank would leave the "
             "other shards of its replica alone; leave elastic out and restart from a checkpoint"
@@ -80,7 +80,7 @@ def check_arguments(arguments: Arguments) -> None:
         )
 
 
-def resolve_process_group(arguments: Arguments) -> Any | None:
+def resolve_process_group(meeting: Meeting) -> Any | None:
     """Find the process group.
 
     Returns:
@@ -89,9 +89,9 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     Raises:
         TypeError: it is not a process group, or does not contain this rank.
     """
-    group: Any = arguments.process_group
-    if arguments.mesh is not None:
-        group = arguments.mesh.get_group(arguments.gossip_dim)
+    group: Any = meeting.process_group
+    if meeting.mesh is not None:
+        group = meeting.mesh.get_group(meeting.gossip_dim)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
@@ -104,7 +104,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     return group
 
 
-def resolve_world(arguments: Arguments) -> StoreWorld:
+def resolve_world(meeting: Meeting) -> StoreWorld:
     """Find the ranks that gossip, this rank's number among them, and the store that they share.
 
     Raises:
@@ -113,7 +113,7 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
         RuntimeError: there is more than one rank and no process group.
         PeerError: the launcher's store does not answer.
     """
-    rank, world_size, elastic = arguments.rank, arguments.world_size, arguments.elastic
+    rank, world_size, elastic = meeting.rank, meeting.world_size, meeting.elastic
     if elastic is not None and elastic.store is not None:
         if rank is None or world_size is None or not 0 <= rank < world_size:
             raise ValueError(
@@ -121,7 +121,7 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
                 f"got {rank=}, {world_size=}"
             )
         return StoreWorld(store=elastic.store, rank=rank, world_size=world_size)
-    group = resolve_process_group(arguments)
+    group = resolve_process_group(meeting)
     whose, found = "the process group", None
     if group is not None:
         found = StoreWorld(
@@ -133,12 +133,12 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
         )
     elif elastic is not None:
         whose = "the launcher"
-        found = elastic.find_launched(os.environ, read_timeout(arguments.timeout))
+        found = elastic.find_launched(os.environ, read_timeout(meeting.timeout))
     if found is None:
         _check_alone(world_size)
         whose, found = "a world of one rank", StoreWorld(store=None, rank=0, world_size=1)
     for name in ("rank", "world_size"):
-        given, actual = getattr(arguments, name), getattr(found, name)
+        given, actual = getattr(meeting, name), getattr(found, name)
         if given is not None and given != actual:
             raise ValueError(
                 f"{name}={given} contradicts {whose}, whose {name} is {actual} here; leave {name} "
@@ -152,15 +152,15 @@ def resolve_world(arguments: Arguments) -> StoreWorld:
     return found
 
 
-def local_world_size_of(arguments: Arguments, launched_as: Sequence[int]) -> int:
+def local_world_size_of(meeting: Meeting, launched_as: Sequence[int]) -> int:
     """The number of ranks per node: the user's argument, or what follows from the launcher's.
 
     Args:
-        arguments: the user's arguments.
+        meeting: who meets.
         launched_as: the number that the launcher gave to each rank; consecutive ones share a node.
     """
-    if arguments.local_world_size:
-        return arguments.local_world_size
+    if meeting.local_world_size:
+        return meeting.local_world_size
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
     is_known = place.isdecimal() and rank.isdecimal()
@@ -182,14 +182,14 @@ def ranks_per_node(nodes: Sequence[Hashable]) -> int:
 
 
 def resolve_topology(
-    topology: str | Topology | None, world_size: int, arguments: Arguments, local_world_size: int
+    topology: str | Topology | None, world_size: int, meeting: Meeting, local_world_size: int
 ) -> Topology:
     """Build the topology of that name, or check that the instance fits the process group.
 
     Args:
         topology: a name or an instance; None for the default.
         world_size: number of ranks.
-        arguments: the user's arguments, whose sizes an instance must fit.
+        meeting: who meets; an instance must fit its sizes.
         local_world_size: ranks per node, for a topology that is built by name.
 
     Raises:
@@ -204,7 +204,7 @@ def resolve_topology(
         raise TypeError(f"topology expects a name, a Topology or None, got {topology!r}")
     for name, given, actual in (
         ("world_size", topology.world_size, world_size),
-        ("local_world_size", topology.local_world_size, arguments.local_world_size),
+        ("local_world_size", topology.local_world_size, meeting.local_world_size),
     ):
         if actual and given != actual:
             raise ValueError(

@@ -29,7 +29,7 @@ from decent_optim_wrapper.config import read_timeout
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.mesh.replica import Dimension, Replica
-from decent_optim_wrapper.start.arguments import Arguments, resolve_process_group, resolve_world
+from decent_optim_wrapper.start.meeting import Meeting, resolve_process_group, resolve_world
 from decent_optim_wrapper.start.membership import Elasticity, Membership, StoreWorld
 from decent_optim_wrapper.topo import Topology
 
@@ -44,33 +44,33 @@ class OtherRankError(ValueError):
     """Another rank cannot start."""
 
 
-class Start:
+class ErrorSharing:
     """Reaches the other ranks while this one starts.
 
     Args:
-        arguments: the arguments, not checked yet.
+        meeting: who meets, not checked yet.
     """
 
-    def __init__(self, arguments: Arguments) -> None:
-        self.arguments = arguments
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
         # The ranks that have met in a store; None if they have not, or are fixed.
         self.membership: Membership | None = None
 
     @property
     def elasticity(self) -> Elasticity | None:
         """How the ranks meet in a store, without a process group; None if they are fixed."""
-        elastic, mesh = self.arguments.elastic, self.arguments.mesh
+        elastic, mesh = self.meeting.elastic, self.meeting.mesh
         return elastic if isinstance(elastic, Elasticity) and mesh is None else None
 
     @cached_property
     def process_group(self) -> Any | None:
         """The process group; None in a world of one rank, or if the ranks meet in a store."""
-        return None if self.elasticity else resolve_process_group(self.arguments)
+        return None if self.elasticity else resolve_process_group(self.meeting)
 
     @cached_property
     def world(self) -> StoreWorld:
         """The ranks that gossip, as the process group or the store numbers them."""
-        return resolve_world(self.arguments)
+        return resolve_world(self.meeting)
 
     @cached_property
     def transport(self) -> Transport:
@@ -85,13 +85,13 @@ class Start:
     def replica(self, model: nn.Module | None) -> Replica:
         """The ranks over which one copy of the model is spread."""
         others = dict(self._mesh)
-        gossip = others.pop(str(self.arguments.gossip_dim), None)
+        gossip = others.pop(str(self.meeting.gossip_dim), None)
         return Replica([*others.values()], model, None if gossip is None else gossip.ranks)
 
     @cached_property
     def _mesh(self) -> dict[str, Dimension]:
         """All dimensions of the mesh by name; none without a mesh."""
-        mesh = self.arguments.mesh
+        mesh = self.meeting.mesh
         if not isinstance(mesh, DeviceMesh):
             return {}
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
@@ -100,7 +100,7 @@ class Start:
     @property
     def _timeout(self) -> timedelta | None:
         with suppress(TypeError, ValueError):
-            return read_timeout(self.arguments.timeout)
+            return read_timeout(self.meeting.timeout)
         # `Settings` rejects it later; the others are notified with the group's own timeout.
         return None
 
@@ -144,20 +144,20 @@ class Start:
             warn_of(late_ranks(found.store, found.rank, found.world_size), found.rank)
 
     def _notify_in_store(self, error: Exception) -> None:
-        arguments = self.arguments
-        are_fixed = arguments.elastic is None or arguments.mesh is not None
+        meeting = self.meeting
+        are_fixed = meeting.elastic is None or meeting.mesh is not None
         if are_fixed or self.membership or isinstance(error, PeerError):
             # Or they have met there already, or the store itself does not answer.
             return
         found, elastic = self.elasticity, self.elasticity or Elasticity.default()
         # If `elastic` is the wrong argument, the others may be in the process group's store.
-        world = self.world if found else resolve_world(replace(arguments, elastic=elastic))
+        world = self.world if found else resolve_world(replace(meeting, elastic=elastic))
         elastic.tell_failure(world, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:
         if self.elasticity:
             return
-        if self.arguments.elastic is not None:
+        if self.meeting.elastic is not None:
             # The others may never come here.
             for transport in self.transports:
                 transport.limit_waits(_NOTIFY)

@@ -25,14 +25,10 @@ from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
-from decent_optim_wrapper.start.arguments import (
-    check_arguments,
-    local_world_size_of,
-    resolve_topology,
-)
+from decent_optim_wrapper.start.error_sharing import ErrorSharing, check_same, exchange
+from decent_optim_wrapper.start.meeting import check_meeting, local_world_size_of, resolve_topology
 from decent_optim_wrapper.start.membership import Trained
 from decent_optim_wrapper.start.owners import add_owner, settle_owners
-from decent_optim_wrapper.start.start import Start, check_same, exchange
 from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.start.tensors import ModuleExtras, Tensors, check_parameters, find_tensors
 from decent_optim_wrapper.topo import Topology
@@ -71,11 +67,11 @@ class Inputs:
     extras: ModuleExtras
 
 
-def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup]:
+def build(sharing: ErrorSharing, inputs: Inputs) -> tuple[Coordinator, Builder]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
-        start: reaches the other ranks.
+        sharing: reaches the other ranks.
         inputs: the inputs of the wrapper.
 
     Returns:
@@ -85,37 +81,37 @@ def set_up(start: Start, inputs: Inputs) -> tuple[Coordinator, Setup]:
         TypeError: an argument has the wrong type.
         ValueError: an argument contradicts another one or does not fit, or the ranks differ.
     """
-    with start.failing_together():
-        check_arguments(start.arguments)
+    with sharing.failing_together():
+        check_meeting(sharing.meeting)
         instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
-        replica = start.replica(inputs.model)
+        replica = sharing.replica(inputs.model)
         replica.reshard()
         settings, extras = inputs.settings, inputs.extras
-        tensors = find_tensors(start, inputs.optimizer, inputs.buffers, replica, settings, extras)
+        tensors = find_tensors(sharing, inputs.optimizer, inputs.buffers, replica, settings, extras)
         settle_owners(each.tensor for each in (*tensors.parameters, *tensors.held))
-    with start.naming_late_ranks():
-        if (mesh := start.arguments.mesh) is not None:
+    with sharing.naming_late_ranks():
+        if (mesh := sharing.meeting.mesh) is not None:
             # Ranks that gossip along different dimensions would not find each other.
-            check_same(f"gossip_dim={start.arguments.gossip_dim!r}, {mesh}", start.transports)
-        transport, topology = _find_ranks(start, inputs.topology)
-    start.meet(topology, settings.schedule.intervals)
-    if membership := start.membership:
+            check_same(f"gossip_dim={sharing.meeting.gossip_dim!r}, {mesh}", sharing.transports)
+        transport, topology = _find_ranks(sharing, inputs)
+    sharing.meet(topology, settings.schedule.intervals)
+    if membership := sharing.membership:
         transport = membership.transport
-    with start.failing_together():
-        setup = Setup(start, inputs, tensors, replica, topology, transport)
-    setup.check(tensors.parameters, transport)
+    with sharing.failing_together():
+        builder = Builder(sharing, inputs, tensors, replica, topology, transport)
+    builder.check(tensors.parameters, transport)
     replica.connect(named.tensor for named in tensors.parameters)
     if membership:
         session = membership.open_session()
     else:
         session = Session.connect(transport, topology, settings.schedule.intervals)
-    coordinator = setup.build_coordinator(session)
+    coordinator = builder.build_coordinator(session)
     coordinator.local_update.set_members(session.transport.world_size)
-    setup.start_from_same_values(coordinator)
+    builder.start_from_same_values(coordinator)
     add_owner(coordinator)
     if membership:
-        membership.begin(coordinator, setup.trained)
-    return coordinator, setup
+        membership.begin(coordinator, builder.trained)
+    return coordinator, builder
 
 
 def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
@@ -124,31 +120,31 @@ def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
     return params[::-1] if backwards else params
 
 
-def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transport, Topology]:
+def _find_ranks(sharing: ErrorSharing, inputs: Inputs) -> tuple[Transport, Topology]:
     """Find the ranks, and agree on their topology; collective over a process group.
 
     Args:
-        start: reaches the other ranks.
-        topology: a name or an instance; None for the default.
+        sharing: reaches the other ranks.
+        inputs: with the topology.
     """
-    with start.failing_together():
+    with sharing.failing_together():
         # All ranks make the same connections, in the same order, also if one of them fails later.
-        transport, found = start.transport, start.world
-        own = local_world_size_of(start.arguments, found.launched_as or range(found.world_size))
+        transport, found = sharing.transport, sharing.world
+        own = local_world_size_of(sharing.meeting, found.launched_as or range(found.world_size))
     # In a store the ranks cannot agree yet: each takes the size of its own node for all.
-    if start.elasticity is None and not (exchange(start.transports, [own])[..., 0] == own).all():
+    if not sharing.elasticity and (exchange(sharing.transports, [own])[..., 0] != own).any():
         own = 1
-    with start.failing_together():
-        return transport, resolve_topology(topology, found.world_size, start.arguments, own)
+    with sharing.failing_together():
+        return transport, resolve_topology(inputs.topology, found.world_size, sharing.meeting, own)
 
 
-class Setup:
+class Builder:
     """Builds the coordinator of ranks that have met, and checks that they train the same model.
 
     Received data is never unpickled: descriptions are sent as UTF-8 bytes in tensors.
 
     Args:
-        start: reaches the other ranks if this one fails, including the ranks of a mesh.
+        sharing: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
         tensors: the tensors of this rank.
         replica: the ranks that together hold one copy of the model.
@@ -158,21 +154,21 @@ class Setup:
 
     def __init__(
         self,
-        start: Start,
+        sharing: ErrorSharing,
         inputs: Inputs,
         tensors: Tensors,
         replica: Replica,
         topology: Topology,
         transport: Transport,
     ) -> None:
-        self._start = start
+        self._sharing = sharing
         self._inputs = inputs
         self._settings = settings = inputs.settings
         self._tensors = tensors
         # The user's group; None if the ranks meet in a store.
-        self.process_group = start.process_group
+        self.process_group = sharing.process_group
         self.replica = replica
-        self.membership = membership = start.membership
+        self.membership = membership = sharing.membership
         self._held = HeldTensors(tensors.held, inputs.model)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
         in_backward = extras.in_backward and not (mixes_early and extras.steps_at_end)
@@ -216,7 +212,7 @@ class Setup:
             f"topology {type(topology).__name__} with schedule {topology.digest}",
             *settings.lines(),
             f"optimizer {type(inputs.optimizer).__name__}",
-            *(each.describe() for each in (start.elasticity, *extensions) if each is not None),
+            *(each.describe() for each in (sharing.elasticity, *extensions) if each is not None),
         ]
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
@@ -231,12 +227,12 @@ class Setup:
             # Views exchange their storage in memory order.
             strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
             lines.append(f"{each.describe()}{strides}")
-        text, start, membership = "\n".join(lines), self._start, self.membership
-        if start.arguments.mesh is not None:
-            check_same("\n".join(self._common), start.transports)
-            with start.failing_together():
+        text, sharing, membership = "\n".join(lines), self._sharing, self.membership
+        if sharing.meeting.mesh is not None:
+            check_same("\n".join(self._common), sharing.transports)
+            with sharing.failing_together():
                 check_same(text, [transport])
-            exchange(start.transports, ())
+            exchange(sharing.transports, ())
         elif membership is None or not membership.joins:
             check_same(text, [transport])
         if membership:
@@ -253,7 +249,7 @@ class Setup:
                 any of these errors.
         """
         transport, replica = rounds.session.transport, self.replica
-        with self._start.failing_together():
+        with self._sharing.failing_together():
             check_parameters(parameters, (), replica, self._settings)
         self.check(parameters, transport)
         replica.connect(named.tensor for named in parameters)
@@ -262,9 +258,8 @@ class Setup:
             self._broadcast(in_agreed_order(late, self._layout), transport)
         self._plan(rounds, parameters)
 
-    def _plan(self, rounds: Rounds, parameters: Sequence[Named]) -> None:
-        tensors = (each.tensor for each in parameters)
-        rounds.set_buckets(extend_plan(rounds.buckets, tensors, self._layout))
+    def _plan(self, rounds: Rounds, named: Sequence[Named]) -> None:
+        rounds.set_buckets(extend_plan(rounds.buckets, (n.tensor for n in named), self._layout))
 
     def build_coordinator(self, session: Session) -> Coordinator:
         """Build the coordinator, and make the first exchange in each group; collective."""
@@ -273,12 +268,10 @@ class Setup:
         session.transport.let_rounds_take(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
-        rate = settings.schedule.mixing_rate
         local = LocalUpdate(inputs.optimizer, inputs.extensions, session.transport.initial_rank)
-        rounds = Rounds(session, self._policy, rate)
-        averaged = HeldTensors(found.averaged, inputs.model)
+        rounds = Rounds(session, self._policy, settings.schedule.mixing_rate)
         options = (self._layout.plain, self._policy.nonfinite, self.replica)
-        extra = partial(averaged.to_average, *options)
+        extra = partial(HeldTensors(found.averaged, inputs.model).to_average, *options)
         average = WorldAverage(rounds, self.replica, extra)
         return Coordinator(rounds, local, average, self.replica, members=self.membership)
 
@@ -306,11 +299,8 @@ class Setup:
         differing = [each for each, row in zip(named, rows, strict=True) if len({*row}) > 1]
         some = ", ".join(each.name for each in differing[:5])
         first, *others = zip(*rows, strict=True)
-        by_rank = {
-            rank: row
-            for rank, row in zip(transport.members[1:], others, strict=True)
-            if row != first
-        }
+        ranks = zip(transport.members[1:], others, strict=True)
+        by_rank = {rank: row for rank, row in ranks if row != first}
         has_names = all("param_names" in group for group in self._inputs.optimizer.param_groups)
         moved = [rank for rank, row in by_rank.items() if sorted(row) == sorted(first)]
         if moved and not has_names:
