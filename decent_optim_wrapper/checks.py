@@ -27,7 +27,7 @@ Params = ParamSpec("Params")
 
 
 def known_options(init: Callable[Params, None]) -> Callable[Params, None]:
-    """Let a constructor say which option was meant if one is misspelt."""
+    """Decorate a constructor: its error names the option that was meant if one is misspelt."""
 
     @wraps(init)
     def checked(*args: Params.args, **options: Params.kwargs) -> None:
@@ -79,7 +79,7 @@ class CheckedFields:
 
 
 def expect(condition: bool, text: str, value: Any) -> None:
-    """Raise a `TypeError` with this text and the value unless the condition holds."""
+    """Raise a `TypeError` with this text and the value unless the condition is true."""
     if not condition:
         raise TypeError(f"{text}, got {value!r}")
 

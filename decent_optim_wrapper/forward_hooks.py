@@ -25,8 +25,8 @@ class ForwardHooks:
     A parameter may be read outside of the forward pass of its own module: `nn.MultiheadAttention`
     reads the parameters of its projection, and a model its output layer's for the embedding. So
     each parameter is also announced when it is read as an attribute of its module, and when code in
-    a forward pass iterates over `parameters()`. Other code, as in TorchScript, may hold the
-    parameters themselves. So a module also announces the parameters of all modules below it that
+    a forward pass iterates over `parameters()`. Other code, as in TorchScript, may refer
+    to parameters directly. So a module also announces the parameters of all modules below it that
     were not called in the previous pass. If a pass begins with another module than the model, the
     parameters of the model itself are announced first, and the parameters that no called module
     contains. All parameters are announced together
@@ -151,11 +151,11 @@ class ForwardHooks:
                 self.before_reading(param)
 
     def before_saving(self, *arguments: Any) -> None:
-        """Make sure that a state dict holds whole rounds only."""
+        """Finish the mixing, so that a state dict has whole rounds only."""
         self._settle()
 
     def _announce_in_compiled_code(self) -> None:
-        """Let code that is traced now announce all parameters, if it may begin a pass."""
+        """Announce all parameters in the code that is traced now, if it may begin a pass."""
         if torch.compiler.is_dynamo_compiling() and self._compiled_code_begins():
             self._announce_all(whole=False)
 
@@ -171,7 +171,7 @@ class ForwardHooks:
     def _compiled_code_begins(self) -> bool:
         """Announce all parameters now, while a part of the model is compiled, and in each pass.
 
-        Its hooks do not run any more, or only for some inputs. Return whether it may be what begins
+        Its hooks no longer run, or only for some inputs. Return whether it may be what begins
         a pass, and must announce them itself.
         """
         self._has_compiled = True

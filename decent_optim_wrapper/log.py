@@ -24,7 +24,7 @@ def configure() -> None:
     elif level != "off":
         logger.enable(_SUMMARY)
     if level == "info":
-        # If there are only sinks of the user's own, their levels hold.
+        # If there are only sinks of the user's own, their levels apply.
         with suppress(ValueError):
             # The sink that loguru adds when it is imported.
             logger.remove(0)

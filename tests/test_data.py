@@ -150,7 +150,7 @@ def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
 
     def refuse(rank: int, group: dist.ProcessGroup) -> int:
         sampler = ElasticSampler(SAMPLES, wrap(group, **options)[0], 4)
-        with pytest.raises(ValueError, match="Checkpoints, which reads those of all ranks"):
+        with pytest.raises(ValueError, match="which reads the states of all ranks"):
             sampler.load_state_dict(states[rank])
         return len(sampler)
 

@@ -286,7 +286,7 @@ def test_another_number_of_replicas_starts_from_the_average_of_every_stage(tmp_p
         assert difference(end, found) > 0
     run_on_mesh(4, save_twice, tmp_path / "shards", "fsdp")
     for error, *_ in run_on_mesh(2, load_alone, tmp_path / "shards", "fsdp"):
-        assert "step_00000002 of 2 ranks holds shards of tensors" in error
+        assert "step_00000002 of 2 ranks contains shards of tensors" in error
         assert "load with 2 replicas only" in error
 
 

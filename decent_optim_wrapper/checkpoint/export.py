@@ -31,27 +31,27 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     """
     if out.suffix == ".safetensors":
         raise ValueError(f"expected a file for torch.load, such as model.pt, got {out}")
-    held = _newest(folder)
-    paths = {name.rank: held.folder / str(name) for name in held.digests}
+    saved = _newest(folder)
+    paths = {name.rank: saved.folder / str(name) for name in saved.digests}
     states = {rank: _part(map_file(path), part, path) for rank, path in paths.items()}
     average = Averaging(files=paths).of(states, min(states))
     out.parent.mkdir(parents=True, exist_ok=True)
     # The name must never stand for half a file.
     torch.save(average, written := part_of(out))
     written.replace(out)
-    return held.step, len(paths)
+    return saved.step, len(paths)
 
 
 def _newest(folder: Path) -> SavedSet:
     """The newest complete set."""
     for step, world_size in sorted(marked_sets(folder, shards=1), reverse=True):
         try:
-            held = read_set(folder, step, FileName(rank=0, world_size=world_size))
-            held.check(held.digests)
+            saved = read_set(folder, step, FileName(rank=0, world_size=world_size))
+            saved.check(saved.digests)
         except OSError as error:
             warn(f"{error}; looking for an older set")
         else:
-            return held
+            return saved
     raise ValueError(
         f"expected a folder with a complete checkpoint set, such as "
         f"step_00000120/{FileName(rank=0, world_size=4).marker} and the files that it lists, but "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from decent_optim_wrapper.checkpoint import whole_file
 
-# No more digits than an int64 holds, as which ranks compare these numbers.
+# No more digits than fit in an int64, as which ranks compare these numbers.
 _FOLDER = re.compile(r"step_(\d{1,18})")
 _MARKER = re.compile(r"step_(\d{1,18})/set_of_(\d{1,18})(?:_with_(\d+)_shards)?\.sha256")
 # How many folders deep to look for sets that are not where they are expected.
@@ -21,7 +21,7 @@ _FILE = re.compile(r"rank_(\d+)_of_(\d+)(?:_shard_(\d+)_of_(\d+))?\.pt")
 
 
 class FileName(NamedTuple):
-    """Which part of a set a file holds.
+    """Which part of a set a file contains.
 
     Args:
         rank: the rank that saved it, as numbered at the start of the run.
@@ -79,7 +79,7 @@ def _listed(root: Path, pattern: str) -> list[str]:
 
 
 def sets_elsewhere(root: Path) -> str:
-    """Say what a folder without sets holds instead, for messages; empty if nothing of a set."""
+    """Describe what a folder without sets contains, for messages; empty if nothing of a set."""
     if root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
         return f"{root} is not a folder that this process can read"
     patterns = ("*/" * depth + "rank_*_of_*.pt" for depth in range(_DEEPEST))

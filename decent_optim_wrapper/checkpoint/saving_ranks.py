@@ -43,11 +43,11 @@ class SavingRanks:
         own, members = self.own, self._optimizer.members
         return [own._replace(rank=r, shard=s) for r in members for s in range(own.shards)]
 
-    def files_of(self, held: SavedSet) -> list[FileName]:
+    def files_of(self, saved: SavedSet) -> list[FileName]:
         """The files of a set that this rank reads: only its own if exactly these ranks saved it."""
-        if held.digests.keys() == {*self.names}:
+        if saved.digests.keys() == {*self.names}:
             return [self.own]
-        return [name for name in held.digests if name.shard == self.own.shard]
+        return [name for name in saved.digests if name.shard == self.own.shard]
 
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers of every rank, in the order of `names`; collective.

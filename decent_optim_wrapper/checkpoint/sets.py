@@ -139,19 +139,19 @@ class Checkpoints:
 
         Raises:
             ValueError: a replica is spread in another way than when the set was saved, or a set of
-                another number of replicas holds shards of tensors; raised on all ranks.
+                another number of replicas contains shards of tensors; raised on all ranks.
             NonFiniteError: the set must be averaged, and a file has NaN or infinity where others
                 have finite values; raised on all ranks.
             PeerError: a rank was lost.
         """
-        held = self._newest(same_world)
-        self._complete = [] if held is None else [(held.step, held.world_size)]
-        if held is None:
+        saved = self._newest(same_world)
+        self._complete = [] if saved is None else [(saved.step, saved.world_size)]
+        if saved is None:
             return None
-        state, failed = self._ranks.together(lambda: self._read(held, map_location))
+        state, failed = self._ranks.together(lambda: self._read(saved, map_location))
         if failed:
-            raise ValueError(f"{held.folder} could not be loaded on {failed}: see the error there")
-        return Checkpoint(step=held.step, state=state, world_size=held.world_size)
+            raise ValueError(f"{saved.folder} could not be loaded on {failed}: see the error there")
+        return Checkpoint(step=saved.step, state=state, world_size=saved.world_size)
 
     def _newest(self, same_world: bool) -> SavedSet | None:
         """The newest complete set whose files all ranks can read."""
@@ -165,11 +165,11 @@ class Checkpoints:
         none = (-1, 0, 0)
         while (newest := max(self._ranks.gather(*max(found, default=none)))) != none:
             step, _, world_size = newest
-            held, problem = self._ranks.together(partial(self._open, step, world_size))[0]
-            sums = [total for (total,) in self._ranks.gather(held.checksum if held else 0)]
+            saved, problem = self._ranks.together(partial(self._open, step, world_size))[0]
+            sums = [total for (total,) in self._ranks.gather(saved.checksum if saved else 0)]
             bad = [total == 0 or total < max(sums) for total in sums]
             if not any(bad):
-                return held
+                return saved
             if problem:
                 warn(f"{own.saver}: {problem}; looking for an older set")
             self._ranks.warn(
@@ -192,37 +192,37 @@ class Checkpoints:
         """Check the files of a set that this rank reads; return it, or what is wrong with it."""
         own = self._ranks.own
         try:
-            held = read_set(self._folder, step, own._replace(world_size=world_size))
-            held.check(self._ranks.files_of(held))
+            saved = read_set(self._folder, step, own._replace(world_size=world_size))
+            saved.check(self._ranks.files_of(saved))
         except OSError as error:
             return None, str(error)
-        return held, ""
+        return saved, ""
 
-    def _read(self, held: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
-        own, names = self._ranks.own, self._ranks.files_of(held)
+    def _read(self, saved: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
+        own, names = self._ranks.own, self._ranks.files_of(saved)
+        paths = {name.rank: saved.folder / str(name) for name in names}
         state: dict[str, Any]
         if names == [own]:
-            state = torch.load(held.folder / str(own), map_location=map_location, weights_only=True)
+            state = torch.load(paths[own.rank], map_location=map_location, weights_only=True)
         elif any(dimension.has_shards for dimension in self._optimizer.replica.dimensions):
             # The files name the ranks of a mesh that no longer exists.
             raise ValueError(
-                f"{own.saver}: {held.folder} of {held.world_size} ranks holds shards of "
-                f"tensors (FSDP2, tensor parallelism), which load with {held.world_size} "
+                f"{own.saver}: {saved.folder} of {saved.world_size} ranks contains shards of "
+                f"tensors (FSDP2, tensor parallelism), which load with {saved.world_size} "
                 f"replicas only; start so many, or load their average as in the guide to "
                 f"checkpoints, or pass same_world=True"
             )
         else:
-            logger.info("{}: {} of other ranks is averaged", own.saver, held.folder)
+            logger.info("{}: {} of other ranks is averaged", own.saver, saved.folder)
             # The state of an extension that belongs to a rank is not valid for other members.
             kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
-            paths = {name.rank: held.folder / str(name) for name in names}
             states = {rank: map_file(path) for rank, path in paths.items()}
             state = Averaging(kept, paths, map_location or "cpu").of(states, own.rank)
         here = self._part().get(_PART, [])
         # A set of an earlier version has no such entry.
         if here != state.pop(_PART, here) and here:
             raise ValueError(
-                f"{own.saver}: {held.folder} was saved with the model in another layout; pass the "
+                f"{own.saver}: {saved.folder} was saved with the model in another layout; pass the "
                 f"mesh and spread the model as in the run that saved it, or save with "
                 f"torch.distributed.checkpoint, which loads in another layout"
             )
@@ -234,7 +234,7 @@ class Checkpoints:
             return {}
         named = named_parameters(self._optimizer.param_groups)
         names: Sequence[str] = [each.name for each in named]
-        # Stages may hold tensors of the same shapes; only the model's names are the same wherever
+        # Stages may have tensors of the same shapes; only the model's names are the same wherever
         # a parameter is. It may be unknown, or lack some.
         with suppress(ValueError):
             names = self._optimizer.replica.names_of(each.tensor for each in named)
@@ -278,7 +278,7 @@ class Checkpoints:
         return max(others, default=-1)
 
     def _prune(self) -> None:
-        """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
+        """Remove this rank's files of incomplete sets and of sets older than the ones to keep."""
         own = self._ranks.own
         steps = [step for step, size in self._complete if size == own.world_size]
         complete = steps[-self._keep :]

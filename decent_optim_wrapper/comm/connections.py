@@ -164,7 +164,7 @@ class Connections:
     def close(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.
 
-        The connections of the user's process group stay open, but are not used any more.
+        The connections of the user's process group stay open, but are no longer used.
 
         Args:
             reason: the reason in later errors.
@@ -175,7 +175,7 @@ class Connections:
         abort(self._release())
 
     def note_end(self) -> None:
-        """Let ranks that lose this one know how it has ended, unless it has told them before."""
+        """Report how this rank has ended to ranks that lose it, unless it has told them before."""
         if self._ready is not None:
             # The interpreter keeps the error that ends it.
             if (error := getattr(sys, "last_value", None)) is None:

@@ -56,7 +56,7 @@ def backends(communicators: Iterable[Any]) -> list[Any]:
 
 
 def set_timeout(communicators: Iterable[Any], timeout: timedelta) -> None:
-    """Let the watchdog in communicators made here end an operation only after this time."""
+    """Set the time after which the watchdog of communicators made here ends an operation."""
     for backend in backends(communicators):
         # Read whenever an operation starts, from which it counts.
         backend.options._timeout = timeout

@@ -101,7 +101,7 @@ def new_communicator(
             f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some "
             f"ranks, got {kind}; use a topology of pairs, or complete, and no timeout"
         )
-    # gloo's own timeout does not hold if a link is dead or the store does not answer.
+    # gloo's own timeout does not apply if a link is dead or the store does not answer.
     seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
     gloo = within(seconds, lambda: connect_gloo(store, rank, size, timeout), should_stop)
     if kind == "gloo":
@@ -192,7 +192,7 @@ def abort(communicators: list[Any], seconds: float = _ABORT_SECONDS) -> None:
     closed: gloo forgets a send whose write fails when the receiver's notice arrives.
 
     Args:
-        communicators: process groups or gloo backends. The list is emptied, and should hold the
+        communicators: process groups or gloo backends. The list is emptied, and should have the
             only references: whoever drops the last one waits for the destructor.
         seconds: bound of the wait for NCCL's communicators.
     """

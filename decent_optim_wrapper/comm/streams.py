@@ -47,7 +47,7 @@ class PostingThread:
         # Each with what it waits for on a GPU; None ends the thread.
         self._actions: SimpleQueue[tuple[torch.cuda.Event | None, Action] | None] = SimpleQueue()
         self._dropped = False
-        # Held while an action runs, but not while it waits for the GPU.
+        # Locked while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
         self._thread: int | None = None
         # Is done when the last action is, or one has failed.
@@ -64,7 +64,7 @@ class PostingThread:
         return threading.get_ident() == self._thread
 
     def add(self, action: Action, device: torch.device | None = None) -> None:
-        """Run an action, once the GPU has finished what its current stream holds now.
+        """Run an action, once the GPU has finished what is on its current stream now.
 
         Args:
             action: the action.

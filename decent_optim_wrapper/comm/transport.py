@@ -185,7 +185,7 @@ class Transport(Connections):
             raise WireError(f"no answer within {self._timeout}", silent=True) from error
         if isinstance(error, RuntimeError):
             raise WireError(text_of(error), silent) from error
-        # The works cannot be waited for any more, and their data must not be mixed. A thread that
+        # The works can no longer be waited for, and their data must not be mixed. A thread that
         # continued to wait for them would delay the end of the process.
         self.report_and_close(error)
 
@@ -212,8 +212,8 @@ class Transport(Connections):
         # Every step comes here, so it makes as few calls as possible.
         world = self._ready or self._open_world()
         try:
-            # The receive first: its notice lets the peer's data start. It is also waited for first:
-            # gloo may forget a send whose connection closes, but no receive.
+            # The receive first: the peer sends its data when the notice arrives. It is also waited
+            # for first: gloo may forget a send whose connection closes, but no receive.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
             return [received, world.send([outgoing], peer, tag + _FIRST_TAG)]
         except RuntimeError as error:
@@ -285,7 +285,7 @@ class Transport(Connections):
         return sent
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
-        """Let collectives wait for a thread that still packs, codes and posts."""
+        """Make collectives wait for a thread that still packs, codes and posts."""
         self._posting = posting
 
     def sum_(self, tensor: Tensor) -> None:

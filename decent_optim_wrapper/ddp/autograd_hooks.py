@@ -86,7 +86,7 @@ class AutogradHooks:
 
 
 class _End:
-    """Held by autograd only, which calls it at the end of a pass, or drops it if the pass fails.
+    """Owned by autograd only, which calls it at the end of a pass, or drops it if the pass fails.
 
     FSDP completes gradients in callbacks of its own, which may be queued behind this one: it queues
     itself once more, and then is behind all of them.

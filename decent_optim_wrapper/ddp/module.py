@@ -39,7 +39,7 @@ class DecentralizedDataParallel(Module):
     ``x <- W_t (x - u(x))``. If the base's update is per parameter, the trajectory is the same: bit
     for bit in pairs, and up to rounding in larger groups, whose buckets contain other parameters.
     As soon as all gradients of a bucket are complete, the bucket is updated and launched, and its
-    gradients are freed, so memory never holds many more gradients than one bucket has. The
+    gradients are freed, so there are never many more gradients in memory than one bucket has. The
     bucket is mixed right before the next forward pass reads it. Do not call `step()` or
     `zero_grad()`::
 
@@ -184,7 +184,7 @@ class DecentralizedDataParallel(Module):
         self._autograd_hooks.notify(self._stepper.idle)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Let backward passes accumulate gradients without a step, or step again.
+        """Accumulate gradients in backward passes without a step, or step again.
 
         Disable it before the backward pass of the last micro-batch. Accumulation needs memory for
         all gradients.

@@ -41,13 +41,13 @@ _WITH_MOMENTS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, RAdam)
 
 # What is tracked of one parameter: the estimate "y", of its shape; the running "mean" m; "steps",
 # the number of gradients in the mean; and "is_open": from the mixing of a round to the next launch,
-# "y" holds the correction c.
+# "y" is the correction c.
 Estimate = dict[str, Any]
 
 
 def _new(param: Tensor) -> Estimate:
     """Start the estimate of a parameter from zeros."""
-    # The corrections are small differences, which half precision would not hold.
+    # The corrections are small differences, which half precision would lose.
     dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
     y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
     return {"y": y, "mean": mean, "steps": 0, "is_open": False}

@@ -60,7 +60,7 @@ class StateGossip(Extension):
         """The bucket of the state that belongs to a bucket of parameters."""
         entries = [self._entry(param, name) for name in self.names for param in bucket.members]
         known = self._buckets.get(bucket)
-        if known is None or not known.holds(entries):
+        if known is None or not known.consists_of(entries):
             dtype = wide(bucket.dtype) if self._widens else bucket.dtype
             known = StateBucket(entries, bucket.members * len(self.names), self._layout, dtype)
             self._buckets[bucket] = known
@@ -118,7 +118,7 @@ class StateBucket(Bucket):
         # Larger groups sum: the mean of ones must be one.
         self.group_codec = None
 
-    def holds(self, entries: Sequence[Tensor | None]) -> bool:
+    def consists_of(self, entries: Sequence[Tensor | None]) -> bool:
         """Return whether these are its entries."""
         return all(one is other for one, other in zip(self._entries, entries, strict=True))
 

@@ -19,7 +19,7 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGA
 
 
 def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
-    """Let `accelerator.prepare` gossip parameters instead of reducing gradients with DDP.
+    """Make `accelerator.prepare` set up gossip of parameters instead of DDP.
 
     Pass models to `prepare` before their optimizers. What it returns for an optimizer has the
     methods of the wrapper: evaluate inside ``optimizer.averaged()``. `save_state` is collective and
@@ -31,7 +31,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
 
     Returns:
-        An object that holds the wrappers of all prepared optimizers. Its `averaged` (a context
+        An object with the wrappers of all prepared optimizers. Its `averaged` (a context
         manager) and `keep_average` are collective and average all of their parameters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a mixin that lets a Trainer gossip."""
+"""Hugging Face Transformers: a mixin for a Trainer that gossips."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RANKS = "ranks"
 
 
 class GossipMixin(_Trainer):
-    """Lets a Trainer gossip parameters: ``class MyTrainer(GossipMixin, Trainer)``.
+    """Makes a Trainer gossip parameters: ``class MyTrainer(GossipMixin, Trainer)``.
 
     The model is not wrapped in DDP, and the Trainer's optimizer is wrapped, with its groups and its
     schedule. Evaluation and checkpoints use the average over all ranks, which is kept at the end
@@ -54,7 +54,7 @@ class GossipMixin(_Trainer):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let the accelerator prepare for gossip."""
+        """Set the accelerator up for gossip."""
         super().create_accelerator_and_postprocess()
         self._wrapping = prepare_for_gossip(self.accelerator, **self._gossip)
         if self.args.average_tokens_across_devices:

@@ -1,4 +1,4 @@
-"""Wraps the optimizers that a framework holds."""
+"""Wraps the optimizers of a framework."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Dimension:
         return None
 
     def copies(self, tensor: Tensor) -> int:
-        """How many ranks along this dimension hold the same values."""
+        """Number of ranks along this dimension with the same values."""
         placement = self.placement(tensor)
         unique = not self.has_shards if placement is None else not placement.is_replicate()
         return 1 if unique else len(self.ranks)
@@ -133,7 +133,7 @@ class Replica:
             dimension.note_shards(count > 0)
 
     def copies(self, tensor: Tensor) -> int:
-        """Number of ranks of the replica that hold the same values as this one."""
+        """Number of ranks of the replica with the same values as this one."""
         return math.prod(dimension.copies(tensor) for dimension in self.dimensions)
 
     def sum_(self, tensor: Tensor) -> None:

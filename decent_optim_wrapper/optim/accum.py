@@ -137,7 +137,7 @@ class AccumAdamW(AccumAdam):
 
 
 def _close_windows(states: list[dict[str, Any]], beta1: float, beta2: float) -> None:
-    """Let the moments follow the average gradients of the windows, and begin the next windows."""
+    """Move the moments by the average gradients of the windows, and begin the next windows."""
     sums, exp_avg_sqs = _each(states, "grad_sum"), _each(states, "exp_avg_sq")
     means = torch._foreach_div(sums, [float(state["position"]) for state in states])
     torch._foreach_lerp_(_each(states, "exp_avg"), means, 1 - beta1)
@@ -154,5 +154,5 @@ def _each(states: list[dict[str, Any]], name: str) -> list[Tensor]:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """What this rank holds, as real tensors: a complex parameter is two real ones."""
+    """The local parts as real tensors: a complex parameter is two real ones."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in map(local, tensors)]

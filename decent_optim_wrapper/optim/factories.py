@@ -20,7 +20,7 @@ from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
 
 Named = Sequence[tuple[str, Tensor]]
 
-# A part "bn", "bn1", …; not any "bn", which "subnet" holds too.
+# A part "bn", "bn1", …; not any "bn", which "subnet" contains, too.
 _EXEMPT = re.compile(r"bias|norm|(^|[._])bn\d*([._]|$)", re.IGNORECASE)
 
 

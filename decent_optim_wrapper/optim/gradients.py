@@ -48,7 +48,7 @@ class OptimizerOfGroups(Optimizer):
         Args:
             group: the group.
             params: the parameters.
-            grads: what this rank holds of their gradients.
+            grads: the parts of their gradients on this rank.
         """
         raise NotImplementedError
 

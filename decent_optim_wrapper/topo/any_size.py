@@ -215,7 +215,7 @@ def _split_group(n: int, rank: int, phase: int) -> Group:
 
 
 def _hand_over(block: range, rank: int, n: int) -> Group:
-    """Pair every rank of the later blocks with one of this block, and the others of it in twos."""
+    """Pair every rank of the later blocks with one of this block, and the others of it in pairs."""
     later = n - block.stop
     weight = len(block) / (n - block.start)
     if rank >= block.stop:

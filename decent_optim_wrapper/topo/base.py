@@ -15,7 +15,7 @@ import torch
 # The groups of a formula are checked for all ranks in worlds up to this size. In larger worlds the
 # digest has the groups of this many ranks.
 _SMALL = 64
-# Of those that one class defines, the first one counts.
+# If one class defines several of them, the first one counts.
 _DEFINITIONS = ("own_group", "phases", "assign_groups")
 
 

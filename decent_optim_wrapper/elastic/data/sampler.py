@@ -144,9 +144,9 @@ class ElasticSampler(Sampler[list[int]]):
         if missing := sorted({*needed} - steps.keys()):
             raise ValueError(
                 f"rank {self._rank}: load_state_dict expects the steps of the ranks {[*needed]}, "
-                f"got a state without those of {missing}: with AsItArrives the state of a rank has "
-                f"only its own; load the states with decent_optim_wrapper.checkpoint.Checkpoints, "
-                f"which reads those of all ranks, or load each on its own rank of {dealing.members}"
+                f"got a state without the steps of {missing}: with AsItArrives the state of a rank "
+                f"has only its own; load with decent_optim_wrapper.checkpoint.Checkpoints, which "
+                f"reads the states of all ranks, or load each on its own rank of {dealing.members}"
             )
         done = steps[self._rank] if same else max(steps.values())
         if not same:

@@ -71,10 +71,10 @@ class _Refuse(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser; those of torchrun have its names."""
+    """Add the options to a parser; options that torchrun has, too, have the same names."""
 
     def add(*names: str, **details: Any) -> None:
-        # As torchrun spells them, too. The defaults are those of the record.
+        # As torchrun spells them, too. The defaults are in the record.
         names += tuple(name[:2] + name[2:].replace("-", "_") for name in names if "-" in name[2:])
         parser.add_argument(*names, **{"default": argparse.SUPPRESS, **details})
 

@@ -111,5 +111,5 @@ def write(console: int, data: bytes) -> None:
         try:
             data = data[os.write(console, data) :]
         except OSError:
-            # Nobody reads it any more.
+            # Nobody reads it now.
             return

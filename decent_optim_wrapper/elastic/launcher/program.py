@@ -36,7 +36,7 @@ class Program:
         self._spare: tuple[Process, socket.socket] | None = None
 
     def start(self, environ: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]) -> Process:
-        """Start a process with the variables of a rank, or let the spare one become it.
+        """Start a process with the variables of a rank, or turn the spare one into it.
 
         Raises:
             OSError: the system starts no more processes.

@@ -1,7 +1,7 @@
 """What the process of a rank runs before its script; a spare process imports torch first.
 
-It runs as a script, so that nothing of the package is imported before the paths are those of the
-rank.
+It runs as a script, so that nothing of the package is imported before the rank's paths are
+set.
 """
 
 from __future__ import annotations

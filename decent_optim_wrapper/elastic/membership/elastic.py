@@ -20,7 +20,7 @@ from decent_optim_wrapper.topo import Topology
 
 @dataclass(frozen=True)
 class Elastic(CheckedFields, Elasticity):
-    """Continue training without a lost rank, and let it rejoin when it is restarted.
+    """Continue training without a lost rank, which rejoins when it is restarted.
 
     Args:
         store: where the ranks agree on who is left; with a store, `rank` and `world_size`, no

@@ -50,7 +50,7 @@ def hand_over(trained: Trained, coordinator: Coordinator, donor: int, takes: boo
 
 
 def _state(trained: Trained, coordinator: Coordinator) -> list[Any]:
-    """The state of the base and of the gossip, and those of the further objects."""
+    """The states of the base, of the gossip and of the further objects."""
     saved = saved_state.gossip_state(coordinator)
     # The round in flight is dropped, and references start again.
     for key in ("launch_snapshot", "references"):

@@ -124,7 +124,7 @@ class Recovery:
         self._assemble()
 
     def end_step(self) -> None:
-        """Mark the step of this rank as complete: no rank waits for it any more."""
+        """Mark the step of this rank as complete: no rank waits for it now."""
         self._call = None
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:

@@ -205,7 +205,7 @@ class EtcdStore(Store):
         return bytes(receipt[0][0])
 
     def _transact(self, compare: Any, success: Any, failure: Any) -> Any:
-        """The answers to `success` if `compare` holds, otherwise to `failure`."""
+        """The answers to `success` if `compare` is true, otherwise to `failure`."""
         return self._call(lambda client: client.transaction(compare, success, failure))[1]
 
     def _call(self, ask: Callable[[Any], Any]) -> Any:
@@ -276,7 +276,7 @@ def read_endpoint(text: str) -> tuple[str, int]:
     """
     host, _, port = text.strip().rpartition(":")
     if "@" in text:
-        # Without the text, which may hold a password.
+        # Without the text, which may contain a password.
         raise ValueError("expected host:port, got an @; pass a user and a password as options")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         given = text if port.isdecimal() else host or text
