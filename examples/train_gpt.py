@@ -7,7 +7,7 @@
 The text is the reference of the Python language, which ships with Python for `help()`. Every rank
 trains on its own shard of it: shuffled blocks, or (`--shards topics`) neighbouring topics. The last
 tenth of each topic is held out. With `--inner` the ranks are a mesh ("gossip", "inner"):
-`--inner-size` of them hold a replica together, by FSDP2 (`fsdp`) or tensor parallelism (`tp`). A
+`--inner-size` of them share a replica, by FSDP2 (`fsdp`) or tensor parallelism (`tp`). A
 run with the defaults takes 1.5 minutes on 2 cores.
 """
 
@@ -38,7 +38,7 @@ Point = tuple[int, float, float]
 
 
 class Data(NamedTuple):
-    """The text of this rank's shard, that which is held out, and the number of characters."""
+    """The text of this rank's shard, the held-out text, and the number of characters."""
 
     shard: Tensor
     held_out: Tensor

@@ -242,8 +242,8 @@ GOES_ON, RAISES, NOTHING = "goes on", "`PeerError`", "none"
 FAULTS = (
     "a rank other than 0 dies",
     "rank 0 dies",
-    "a process that holds the store dies, then a rank",
-    "most of the processes that hold the store die, then a rank",
+    "a process that serves the store dies, then a rank",
+    "most of the processes that serve the store die, then a rank",
 )
 TIMEOUT = 8.0
 
@@ -266,7 +266,7 @@ Stores = tuple[Callable[[int], Store], tuple[Callable[[], object], ...]]
 
 @contextmanager
 def stores_of(kind: str, folder: Path) -> Iterator[Stores]:
-    """Makes a rank's store; and calls that each end a process that holds it, apart from ranks."""
+    """Makes a rank's store; and calls that each end a process that serves it, apart from ranks."""
     match kind:
         case "`TCPStore` in rank 0":
             yield partial(store_in_rank_0, free_ports(1)[0]), ()

@@ -62,7 +62,7 @@ TAKEN = "another process with this rank number is alive"
         (lambda: soak.check_ends(ends(), 2), ""),
         (lambda: soak.check_ends(ends(average=(1.0, 2.5)), 2), "they differ"),
         (lambda: soak.check_ends(ends(average=(1.0, float("nan"))), 2), "finite"),
-        (lambda: soak.check_ends(ends(moved=0.0), 2), "those of rank 1 do not"),
+        (lambda: soak.check_ends(ends(moved=0.0), 2), "rank 1 does not train"),
         (lambda: soak.check_stalls([*USUAL, 10.5], 5, 0.2), "stall of at most 10 s and 0.2 s"),
         (lambda: soak.check_stalls([3.0] * 10, 5, 0.2), "median stall of at most 2.5 s"),
         (lambda: growth(), ""),

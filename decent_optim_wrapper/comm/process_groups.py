@@ -160,7 +160,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _replace_policy(old: str, new: str) -> bool:
-    """Replace the scheduling policy of this thread and of those that it starts, if it is `old`."""
+    """Replace the scheduling policy of this thread and of what it starts, if it is `old`."""
     # Linux has policies, but not every sandbox.
     with suppress(AttributeError, OSError):
         if os.sched_getscheduler(0) == getattr(os, old):

@@ -249,7 +249,7 @@ def as_text(value: bytes) -> str:
 def read_json(
     key: str, text: str | None, build: Callable[[Any], Result], default: Default
 ) -> Result | Default:
-    """What a rank has written as JSON; `default` without a value, or for one that no rank writes.
+    """What a rank has written as JSON; `default` if there is no value, or none that a rank writes.
 
     Args:
         key: where it is.
@@ -277,5 +277,5 @@ def rank_list(value: Any) -> list[int]:
 
 @cache
 def _note_unreadable(key: str) -> None:
-    """Log once that the value of this key is none that a rank writes."""
+    """Log once that no rank writes such a value for this key."""
     logger.warning("the store has a value under {!r} that no rank has written: passed over", key)

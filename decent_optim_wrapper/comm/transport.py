@@ -93,7 +93,7 @@ class Transport(Connections):
                     self._begin_in(group, zeros)
 
     def _begin_in(self, group: Group, zeros: Tensor) -> None:
-        """Make the first exchange of a group; its ranks make those in the same order."""
+        """Make the first exchange of a group; all its ranks make theirs in the same order."""
         others = [rank for rank in group.ranks if rank != self.rank]
         if len(others) == 1:
             room = torch.empty_like(zeros)

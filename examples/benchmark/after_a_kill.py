@@ -5,7 +5,7 @@
 
 Our launcher starts the ranks, which train a small model on the CPU. One after the other is killed
 (SIGKILL), at a rate of 62 kills in 30 minutes for 32 ranks, and started again by the launcher. The
-launcher holds the store; with torchft this process holds its lighthouse, whose timeouts for joins
+launcher has the store; with torchft this process has its lighthouse, whose timeouts for joins
 and heartbeats `--torchft` takes. The manager of torchft averages the gradients.
 
 Goodput is the steps of all ranks, divided by what as many healthy ranks would have made in the same

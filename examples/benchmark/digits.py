@@ -238,7 +238,7 @@ def step_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size:
 
 @contextmanager
 def evaluating(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer that evaluates other parameters than it trains put these in place."""
+    """Put the parameters in place that the optimizer evaluates, if it trains others."""
     base = optimizer.optimizer if isinstance(optimizer, DecentOptimWrapper) else optimizer
     if not hasattr(base, "eval"):
         yield

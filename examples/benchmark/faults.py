@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from soak import Fleet
 
-# With fewer ranks nobody could let a restarted rank rejoin when one more is lost.
+# With fewer ranks nobody could admit a restarted rank when one more is lost.
 LEAST = 2
 # Less than the time without a heartbeat after which the others give a rank up.
 _LONGEST_SHORT_STOP = 1.5

@@ -2,7 +2,7 @@
 
     python examples/benchmark/mesh_bytes.py
 
-A replica is two ranks that hold it by FSDP2. For few replicas the table is measured from
+A replica is two ranks that share it by FSDP2. For few replicas the table is measured from
 `optimizer.stats()` while they train; for more it is computed. What HSDP sends is computed: the sum
 of the gradients' shards as a ring makes it, in float32 and in bfloat16. It took 29 s on 2 busy
 cores.
@@ -43,7 +43,7 @@ def build_model() -> nn.Sequential:
 
 
 def shard_bytes() -> int:
-    """What a rank holds of the model, in float32: every parameter splits evenly."""
+    """Bytes of the model on one rank, in float32: every parameter splits evenly."""
     return sum(param.nbytes for param in build_model().parameters()) // SHARDS
 
 

@@ -41,7 +41,7 @@ class Lab(NamedTuple):
 
 
 def available() -> bool:
-    """Whether this process can create network namespaces."""
+    """Return whether this process can create network namespaces."""
     return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 

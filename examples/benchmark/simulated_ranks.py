@@ -227,7 +227,7 @@ class StreamingRounds:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Take in what is in flight."""
+        """Receive what is in flight."""
         for number in [*self._in_flight]:
             self._receive(number)
 

@@ -60,7 +60,7 @@ from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
-# Rounds of a process after which its memory should not grow any more.
+# Rounds of a process after which its memory should no longer grow.
 WARM_UP = 500
 REPORT_SECONDS = 0.25
 EPOCH_SECONDS = 0.02
@@ -187,7 +187,7 @@ class Control(NamedTuple):
     folder: Path
 
     def write(self, name: str, value: float) -> None:
-        """Tell a number, whole or not at all."""
+        """Write a number as a whole or not at all."""
         part = self.folder / f"{name}.part"
         part.write_text(str(value))
         part.replace(self.folder / name)
@@ -338,7 +338,7 @@ def sleep_if_told(rank: int, control: Control) -> None:
 
 
 def keep_store(host: Host, pipe: Connection) -> None:
-    """Hold the store in which the ranks agree, and report the last epoch whenever it changes."""
+    """Serve the store in which the ranks agree, and report the last epoch whenever it changes."""
     if host.space:
         netlab.enter(host.space)
     store = TCPStore(host.address, 0, is_master=True, wait_for_workers=False)
@@ -478,7 +478,7 @@ class Fleet:
         self._note_stop(rank, ends=True)
 
     def slow_down(self, rank: int, is_slow: bool) -> None:
-        """Limit the rate at which the rank sends, or let it be as at first."""
+        """Limit the rate at which the rank sends, or restore the first rate."""
         netlab.slow_down(self._where, rank, SLOW_RATE if is_slow else LINK_RATE)
 
     def lose_packets(self, rank: int, is_lossy: bool) -> None:
@@ -503,7 +503,7 @@ class Fleet:
         os.kill(self._keeper.pid, signal.SIGSTOP)
 
     def continue_store(self) -> None:
-        """Let it continue."""
+        """Continue the process of the store."""
         os.kill(self._keeper.pid, signal.SIGCONT)
 
     def delay(self, rank: int, seconds: float) -> None:
@@ -515,7 +515,7 @@ class Fleet:
         self._wait(lambda: self.round >= rounds, f"round {rounds}", patience)
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Let the ranks end a little later, all after the same round, and compare them."""
+        """End the ranks a little later, all after the same round, and compare them."""
         while self.listen(0):
             pass
         finish = self.round + self._margin
@@ -527,7 +527,7 @@ class Fleet:
         check_ends(self.newest, self._job.ranks)
 
     def show_stacks(self) -> None:
-        """Let all ranks that are alive print the stacks of all their threads to stderr."""
+        """Make all ranks that are alive print the stacks of all their threads to stderr."""
         for rank, process in self._processes.items():
             if process.is_alive():
                 print(f"stacks of rank {rank}:", file=sys.stderr, flush=True)
@@ -671,7 +671,7 @@ def hosts_of(where: netlab.Lab, count: int) -> list[Host]:
 
 
 def is_refusal(failure: Failure) -> bool:
-    """Whether a process has ended because another one with its number is alive."""
+    """Return whether a process has ended because another one with its number is alive."""
     return failure.name == "ValueError" and "another process with this rank" in failure.text
 
 
@@ -698,7 +698,7 @@ def check_ends(ends: dict[int, Progress], world_size: int) -> None:
         if end.members != tuple(range(world_size)):
             raise ValueError(f"expected all ranks as members of rank {rank}, got {end.members}")
         if not end.moved > 0:
-            raise ValueError(f"expected parameters that train, but those of rank {rank} do not")
+            raise ValueError(f"expected parameters that train, but rank {rank} does not train")
 
 
 def worst_stalls(stalls: list[Stall]) -> list[float]:
@@ -756,7 +756,7 @@ def check_growth(footprints: dict[int, list[Footprint]]) -> list[str]:
 
 
 def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str]:
-    """Inject faults, or none, until time or rounds are over; then let all ranks end.
+    """Inject faults, or none, until time or rounds are over; then end all ranks.
 
     Returns:
         A text for everything that is wrong with the recoveries and with what the ranks need.

@@ -71,7 +71,7 @@ def _characters(files: list[Path]) -> Text:
 
 
 def _split(texts: list[Tensor]) -> Text:
-    """Hold every tenth file out."""
+    """Keep every tenth file for the test."""
     learnt = [text for place, text in enumerate(texts) if place % 10 != 5]
     device = torch.get_default_device()
     return Text(torch.cat(learnt).to(device), torch.cat(texts[5::10]).to(device))

@@ -240,7 +240,7 @@ class Results:
 
     Args:
         path: the file; created by the first loss.
-        steps: most steps of the schedule; None for those of the model.
+        steps: most steps of the schedule; None for the model's own number.
     """
 
     def __init__(self, path: Path, steps: int | None = None) -> None:

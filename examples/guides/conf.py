@@ -136,7 +136,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:
-    """Send who asks for the folder to the first page."""
+    """Redirect requests for the folder to the first page."""
     page = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
     (app.outdir / "index.html").write_text(page, encoding="utf-8")
 

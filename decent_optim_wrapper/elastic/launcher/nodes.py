@@ -1,7 +1,7 @@
 """Communication between the launchers of several nodes, through the store.
 
 A launcher starts no rank again once a rank of any node has ended its training. The launcher that
-holds the store ends after the ranks of all nodes.
+serves the store ends after the ranks of all nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Nodes:
         connect: connects to the store; it may block.
         node: the number of this node.
         nnodes: number of nodes.
-        keeper: the node that holds the store, and with which it is lost; None for a store that is
+        keeper: the node that serves the store, and with which it is lost; None for a store that is
             there already.
         say: prints a line of the launcher.
     """
@@ -80,7 +80,7 @@ class Nodes:
     def leave(self, should_stop: Callable[[], bool]) -> None:
         """Notify the other nodes that the ranks of this one have ended.
 
-        The node that holds the store waits for the others, until `should_stop` returns True.
+        The node that serves the store waits for the others, until `should_stop` returns True.
         """
         self._ended = True
         while self._waits_for_others() and not should_stop():

@@ -29,7 +29,7 @@ class LaunchOptions:
         nproc_per_node: number of ranks on this node, and on every other one.
         nnodes: number of nodes.
         node_rank: the number of this node, from 0.
-        endpoint: host and port at which node 0 holds the store; None takes a free port of this
+        endpoint: host and port at which node 0 serves the store; None takes a free port of this
             machine, for one node.
         store: a store in etcd in place of the store of node 0.
         max_restarts: how often each rank is started again after it has died.

@@ -21,7 +21,7 @@ from decent_optim_wrapper.start.membership import StoreWorld
 STORE_VARIABLE = "DECENT_STORE"
 EXAMPLE = "etcd://host1:2379,host2:2379,host3:2379/my-run"
 _OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
-# The process that holds the store may still be starting. If it has ended, no rank waits for long.
+# The process that serves the store may still be starting. If it has ended, no rank waits for long.
 _SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
 
 
