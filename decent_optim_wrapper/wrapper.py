@@ -95,7 +95,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             pass replaces by another tensor is found by its name in `model`; without `model` it is
             left out.
         sync_at_start: broadcast parameters and buffers from rank 0, and all else that `model`
-            holds. Weights that only another rank has loaded are lost, with a warning.
+            contains. Weights that only another rank has loaded are lost, with a warning.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
             bytes per parameter), torch.int8 or torch.float8_e4m3fn (1.016), torch.int4 (0.516), or
             a `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding, a rank in a pair
@@ -123,8 +123,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         gossip_dim: the name of the mesh dimension along which replicas gossip.
         model: the model that the parameters belong to. It is needed if parameters are sharded, with
             ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer. What else
-            it holds starts as on rank 0, except for tensors that other ranks hold in another shape,
-            or not at all; pass the part that the ranks share if another part is personal. Its
+            it contains starts as on rank 0, except for tensors that other ranks have in another
+            shape or not at all; pass the part that the ranks share if another part is personal. Its
             frozen parameters are averaged as `buffers` are.
         extensions: instances of `Extension`, which take part in the rounds, in any order:
             `GradientTracking`, `OuterOptimizer`, `StateAverage` and `StateGossip`, which are
@@ -260,7 +260,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def replica(self) -> Replica:
-        """The ranks of a mesh that together hold one copy of the model."""
+        """The ranks of a mesh that share one copy of the model."""
         return self._builder.replica
 
     @property
@@ -397,7 +397,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Restore the values before `global_avg()`, bit for bit, and free the snapshot.
 
         Raises:
-            RuntimeError: there is no snapshot, or the parameters are not the average any more.
+            RuntimeError: there is no snapshot, or the parameters are no longer the average.
         """
         self._coordinator.average.check()
         self._coordinator.average.revert()
@@ -469,7 +469,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Clip the gradients by the norm of all of them together; collective over a replica.
 
         Like `torch.nn.utils.clip_grad_norm_`, but also for replicas that are spread over a mesh:
-        all shards and stages count, and values that several ranks hold count once.
+        all shards and stages count, and values that several ranks have count once.
 
         Args:
             max_norm: upper bound of the norm.
@@ -541,7 +541,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Return the base's state dict with one more key for the gossip; does not communicate.
 
         Every rank must save its own state dict together with its own parameters. With
-        `AsItArrives` call `synchronize()` on all ranks first. The state dict holds no
+        `AsItArrives` call `synchronize()` on all ranks first. The state dict has no
         round in flight, and without one the mean over the ranks would move.
         """
         self._coordinator.commit_or_roll_back()

@@ -54,7 +54,7 @@ class WorldAverage:
         if not may_revert:
             self.keep()
         elif self.snapshot is not None:
-            # Tensors may have been added since, and the snapshot must hold them, too.
+            # Tensors may have been added since, and the snapshot must contain them, too.
             self.revert()
         self._replica.reshard()
         rounds, transport = self._rounds, self._rounds.session.transport
@@ -121,7 +121,7 @@ class WorldAverage:
         self._watch_again()
 
     def _watch_again(self) -> None:
-        """Let the round in flight take what was just put in place for no change by others."""
+        """Tell the round in flight that what was just put in place is no change by others."""
         if flying := self._rounds.in_flight:
             flying.watch_again()
 

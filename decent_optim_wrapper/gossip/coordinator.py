@@ -58,7 +58,7 @@ class Coordinator:
         rounds: the rounds.
         local_update: steps the base optimizer and checks its parameters.
         average: puts the world average in place.
-        replica: the ranks that hold one copy of the model together.
+        replica: the ranks that share one copy of the model.
         members: manages ranks that are lost and come back; None if their loss is an error.
     """
 
@@ -76,7 +76,7 @@ class Coordinator:
         self.replica = replica
         self.members = members
         self.early = EarlyMixing(rounds, local_update)
-        # The second one is held by the thread that is in the middle of mixing.
+        # The second one is locked by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks had launched when they last reached the same one.
         self._launched_by_all: int | None = None
@@ -245,7 +245,7 @@ class Coordinator:
                 self.keep_state()
 
     def keep_state(self) -> None:
-        """Let the extensions follow an average that is kept; collective."""
+        """Call the extensions when an average is kept; collective."""
         for extension in self.rounds.extensions.all:
             extension.kept(self.rounds.buckets, self.rounds.session.transport)
 

@@ -30,7 +30,7 @@ class ExtensionContext(NamedTuple):
         intervals: how often rounds are launched.
         pacing: when rounds are mixed.
         nonfinite: what happens to values that are not finite.
-        replica: the ranks that together hold one copy of the model.
+        replica: the ranks that share one copy of the model.
         meter: counts the bytes sent.
         detach: function that removes the extension, which must not have sent anything.
     """
@@ -152,7 +152,7 @@ class Extension:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; must not communicate.
 
-        The key "params", if there is one, holds a list with a dict for each parameter of the base,
+        The key "params", if there is one, has a list with a dict for each parameter of the base,
         in the order of its groups. `gossip_state_dict` stores them by name.
         """
         return {}

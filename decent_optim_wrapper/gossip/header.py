@@ -47,7 +47,7 @@ def text_of_call(number: float) -> str:
 class RoundHeader(NamedTuple):
     """The header of a round, which says what a rank is about to do.
 
-    All numbers are exact in float64, such as counts below 2**53. A received header may hold any.
+    All numbers are exact in float64, such as counts below 2**53. A received header may contain any.
 
     Args:
         call: the method that the rank is in.

@@ -344,7 +344,7 @@ class StepGate:
         return gate
 
     def __enter__(self) -> None:
-        """Let the wrapper step."""
+        """Step the wrapper."""
         self._is_open = True
 
     def __exit__(self, *error: object) -> None:

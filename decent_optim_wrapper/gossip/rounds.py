@@ -192,7 +192,7 @@ class Rounds:
             self.launch(pending)
 
     def begin_extensions(self) -> None:
-        """Let the extensions begin a step."""
+        """Call the extensions at the start of a step."""
         for extension in self.extensions.all:
             extension.begin_step(self.buckets)
 

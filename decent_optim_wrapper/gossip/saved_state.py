@@ -215,7 +215,7 @@ def _read(coordinator: Coordinator, saved: dict[str, Any], rate: float) -> Calla
             coordinator.receive_and_abandon()
         finally:
             # Even if the round in flight has failed. Extensions load only now: that round may have
-            # been sending their tensors, and a new plan changes what they hold.
+            # been sending their tensors, and a new plan changes their tensors.
             session = rounds.session
             if plan:
                 rounds.set_buckets(rebuild(plan, rounds.buckets))
@@ -273,7 +273,7 @@ def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor
 
 
 def _referring(coordinator: Coordinator) -> list[Tensor]:
-    """The parameters whose references a checkpoint holds.
+    """The parameters whose references a checkpoint contains.
 
     Ranks that do not mix in the same step may have mixed other rounds, so all references start
     again from zero.

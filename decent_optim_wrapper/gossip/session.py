@@ -62,9 +62,9 @@ class Session:
 
 
 class Replica(Protocol):
-    """The ranks that together hold one copy of the model."""
+    """The ranks that share one copy of the model."""
 
-    # Their connections along each dimension; empty if one rank holds the whole replica.
+    # Their connections along each dimension; empty if one rank has the whole replica.
     transports: Sequence[Transport]
     # Whether `reshard` must be called.
     may_gather: bool

@@ -53,7 +53,7 @@ class Inputs:
         extensions: the extensions that take part in rounds.
         settings: the checked settings.
         topology: a name or an instance; None for the default.
-        buffers: tensors to average in addition to the parameters; None takes those of the model.
+        buffers: tensors to average in addition to the parameters; None takes the model's.
         model: the model of the parameters, needed if they are sharded.
         extras: the additions of a module that contains the wrapper.
     """
@@ -147,7 +147,7 @@ class Builder:
         sharing: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
         tensors: the tensors of this rank.
-        replica: the ranks that together hold one copy of the model.
+        replica: the ranks that share one copy of the model.
         topology: the topology of all ranks.
         transport: connects the ranks that gossip.
     """
@@ -206,7 +206,7 @@ class Builder:
             )
         )
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
-        # What must be the same on all ranks, also on ranks that hold other parts of the model.
+        # What must be the same on all ranks, also on ranks with other parts of the model.
         self._common = [
             f"decent_optim_wrapper {__version__}",
             f"topology {type(topology).__name__} with schedule {topology.digest}",

@@ -51,7 +51,7 @@ class Trained:
 
     Args:
         optimizer: the base.
-        held: further tensors, if all ranks hold them.
+        held: further tensors, if all ranks have them.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
     """

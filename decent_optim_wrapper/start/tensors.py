@@ -46,7 +46,7 @@ class ModuleExtras:
     stateful: tuple[Any, ...] = ()
     """Objects whose `state_dict` a restarted rank receives."""
     averages_held: bool = True
-    """Whether averages include what the model holds besides the parameters of the optimizer."""
+    """Whether averages include what the model contains besides the parameters of the optimizer."""
 
 
 WITHOUT_MODULE = ModuleExtras()
@@ -58,8 +58,8 @@ class Tensors(NamedTuple):
     Args:
         parameters: the base's parameters.
         compared: further tensors that all ranks must have: the buffers that the user passes and, in
-            a module that contains the wrapper, all that it holds.
-        held: these, and all else that the model holds, which may differ between ranks.
+            a module that contains the wrapper, all that it contains.
+        held: these, and all else in the model, which may differ between ranks.
         averaged: the tensors that an average includes besides the parameters that are trained.
     """
 
@@ -82,8 +82,8 @@ def find_tensors(
     Args:
         sharing: knows the ranks that gossip.
         optimizer: the base.
-        buffers: the user's buffers; None takes those of the model.
-        replica: the ranks that hold the model.
+        buffers: the user's buffers; None takes the model's.
+        replica: the ranks that share the model.
         settings: the checked settings.
         extras: what a module that contains the wrapper adds.
     """

@@ -104,7 +104,7 @@ class Bucket:
         # The tensors themselves.
         self.members = tuple(tensors)
         self.layout = layout
-        # The number of ranks of a replica that hold the same values.
+        # The number of ranks of a replica with the same values.
         *_, mesh, self.copies = kind_of(self.members[0], layout)
         self.rate = rate
         self.is_sharded = mesh is not None

@@ -6,7 +6,7 @@ With q_i the decoded message of rank i,
 
 with r the reference that the ranks of a group share, to which q is a difference. The changes cancel
 over the group whatever the rounding, so its mean does not move. If ranks are left out because their
-values are not finite, this holds for the mean of the others, and r does not change.
+values are not finite, this is true of the mean of the others, and r does not change.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class CodedGroup(CodedExchange):
         owners = [place for place in others if self._outgoing[place].numel()]
         senders = others if self._outgoing[self._place].numel() else []
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
-        # The receives first: their notices let the data start.
+        # The receives first: the data is sent when their notices arrive.
         codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
         sent = [transport.send(self._outgoing[p], ranks[p], tag) for p in owners]
 

@@ -1,4 +1,4 @@
-"""What a model holds besides the parameters that are trained."""
+"""What a model contains besides the parameters that are trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Averaged(NamedTuple):
     Args:
         buckets: their buckets, each with the ranks that count; if none do, it is not averaged, and
             restored with the others.
-        put_back: function that makes the model hold these tensors again, in their shapes.
+        put_back: function that puts these tensors back into the model, in their shapes.
     """
 
     buckets: Sequence[tuple[Bucket, Sequence[bool]]] = ()
@@ -40,7 +40,7 @@ class Averaged(NamedTuple):
 
 
 class HeldTensors:
-    """Tensors as a model holds them now.
+    """The tensors that are in a model now.
 
     A forward pass may replace a buffer by another tensor, or change its shape.
 
@@ -56,7 +56,7 @@ class HeldTensors:
         self._rows = [(n, *places.get(id(n.tensor), ({"": n.tensor}, ""))) for n in named]
 
     def on_all_ranks(self, transport: Transport, source: int = 0) -> list[Named]:
-        """The tensors that all ranks hold, by name, shape and dtype, in the order of `source`.
+        """The tensors that all ranks have, by name, shape and dtype, in the order of `source`.
 
         Collective.
         """
@@ -137,7 +137,7 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 def _agree(
     held: Sequence[Named], transport: Transport, number: Callable[[Named], int], source: int = 0
 ) -> list[tuple[Named, list[int]]]:
-    """Find the tensors that all ranks hold, whatever their order; collective.
+    """Find the tensors that all ranks have, whatever their order; collective.
 
     Args:
         held: the tensors of this rank.

@@ -1,4 +1,4 @@
-"""How tensors are put into buckets: what a bucket may hold, and in which form it is sent."""
+"""How tensors are put into buckets: what a bucket may contain, and in which form it is sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
         as_view: make the tensors views of the bucket's own storage.
         order: function that returns the tensors that go first into buckets, in their order now. A
             model may have grown since: a new wrapper, for a resumed run, plans with its order then.
-        copies: function that returns how many ranks of a replica hold the same values of a tensor.
+        copies: function that returns how many ranks of a replica have the same values of a tensor.
         uses_reference: whether differences to a reference may be coded, at the cost of a copy for
             each group; otherwise the values are coded.
     """
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 def kind_of(tensor: Tensor, layout: Layout) -> tuple[torch.device, torch.dtype, Any, int]:
     """What the members of a bucket have in common: device, dtype, mesh and number of copies.
 
-    Kernels take DTensors of one mesh only. Tensors that several ranks of a replica hold are summed
+    Kernels take DTensors of one mesh only. Tensors that several ranks of a replica have are summed
     in the same buckets on all of them, and so are rounded in the same way.
     """
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -128,7 +128,7 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
 
     Args:
         named: parameters and buffers.
-        replica: the replica that this rank holds a part of; its model holds the tensors, resharded.
+        replica: the replica that this rank is a part of; its model has the tensors, resharded.
         as_view: whether the tensors are to become views of buckets.
 
     Raises:

@@ -90,7 +90,7 @@ class GroupReference:
 
         Args:
             bucket: the bucket as it was sent.
-            vector: its reference then. Only the round in flight holds a replaced one, which is
+            vector: its reference then. Only the round in flight keeps a replaced one, which is
                 freed with it.
         """
         if self._vectors.get(bucket) is not vector:

@@ -35,7 +35,7 @@ class Epoch:
     Args:
         notes: the notes of the members by rank, in ascending order. At least one of them needs no
             state.
-        transport: connects the members. It holds the only reference to their communicator, so that
+        transport: connects the members. It has the only reference to their communicator, so that
             `abort` can close it.
     """
 

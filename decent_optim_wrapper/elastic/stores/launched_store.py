@@ -17,7 +17,7 @@ from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.start.launch import find_launch
 from decent_optim_wrapper.start.membership import StoreWorld
 
-# The environment variable that holds it.
+# The environment variable with its URL.
 STORE_VARIABLE = "DECENT_STORE"
 EXAMPLE = "etcd://host1:2379,host2:2379,host3:2379/my-run"
 _OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
@@ -93,7 +93,7 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
     bound = min(max(timeout or _LONGEST_CONNECT, _SHORTEST_CONNECT), _LONGEST_CONNECT)
     text = environ.get(STORE_VARIABLE)
     if not text and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # Rank 0 itself would hold the store.
+        # Rank 0 itself would serve the store.
         return None
     launch = find_launch(environ)
     if text:
