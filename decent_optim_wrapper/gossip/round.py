@@ -1,4 +1,4 @@
-"""One round on the wire: posted by bucket, received as a whole, mixed by bucket."""
+"""One round on the wire: posted by bucket, received as a whole or by bucket, mixed by bucket."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ step, and u the local update from the gradient at x, a step is
 
     x <- W x - u(x),    and the next round sends the new x.
 
-Without overlap the next round is finished within the same step: x <- W (x - u(x)).
+Without overlap the next round is finished within the same step: x <- W (x - u(x)). With early
+mixing, the default where the model is known, the forward pass after the step computes the same: see
+`EarlyMixing`.
 
 A round may also be in flight for several steps. With s the parameters of the step that launched it,
 the step that mixes it does
@@ -33,8 +35,8 @@ class Step:
 
     On entry it receives the round in flight, if it is to be mixed now, and begins the next one.
     Nothing is mixed before everything has arrived, so a round that fails does not change any
-    parameter. No bucket is sent before that, either: a second round on the wire would slow down the
-    older one, which all ranks are waiting for.
+    parameter; what was mixed early is restored. No bucket is sent before that, either: a second
+    round on the wire would slow down the older one, which all ranks are waiting for.
 
     Args:
         coordinator: coordinates the rounds, one of which may be in flight.
