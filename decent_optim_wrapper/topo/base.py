@@ -174,7 +174,7 @@ class Topology:
 
     @cached_property
     def _definition(self) -> str:
-        """The method that defines the schedule, which is that of the most derived class."""
+        """The method that defines the schedule: the one that the most derived class has."""
         kinds = type(self).__mro__
         return next(name for kind in kinds for name in _DEFINITIONS if name in vars(kind))
 
