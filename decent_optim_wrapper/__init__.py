@@ -7,7 +7,7 @@ from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.config import Schedule
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
+from decent_optim_wrapper.gossip.schedule import AsItArrives, BeforeForward, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log
 from decent_optim_wrapper.start.build import __version__
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
@@ -45,6 +45,7 @@ else:
 
 __all__ = [
     "AsItArrives",
+    "BeforeForward",
     "CallOrderError",
     "Codec",
     "DecentOptimWrapper",

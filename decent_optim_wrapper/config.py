@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
 from decent_optim_wrapper import checks
 from decent_optim_wrapper.codecs import Codec, codec_of
@@ -20,6 +21,7 @@ from decent_optim_wrapper.gossip.schedule import (
     Pacing,
     WithinStep,
 )
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 Overlap = bool | Literal["forward"] | Pacing
@@ -84,19 +86,21 @@ class Schedule(checks.CheckedFields):
         return Intervals(gossip_every=self.gossip_every, global_avg_every=self.global_avg_every)
 
 
-def default_overlap(extensions: object, model: object, params: Iterable[Tensor]) -> Overlap:
+def default_overlap(extensions: object, model: object, base: Optimizer, announces: bool) -> Overlap:
     """The default of `overlap`: "forward" if it works with these.
 
     Args:
         extensions: the user's extensions, of which none may wait for all ranks in a forward pass.
         model: the model, whose modules announce all parameters; None if it is not known.
-        params: the parameters of the optimizer.
+        base: the optimizer.
+        announces: whether the modules of the model announce what they read. On a mesh they do not,
+            unless a module contains the wrapper.
     """
     given = extensions if isinstance(extensions, Sequence) else ()
     meets = any(getattr(each, "collective", False) for each in given)
     if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return True
-    return "forward" if set(params) <= set(model.parameters()) else True
+    return "forward" if announces and {*params_of(base)} <= {*model.parameters()} else True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,9 +175,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         with sharing.failing_together():
             checks.check_base(optimizer)
             inside = _extras.in_backward
-            known = model if mesh is None or inside else None
             if overlap is None:
-                options["overlap"] = default_overlap(extensions, known, params_of(optimizer))
+                announces = mesh is None or inside
+                options["overlap"] = default_overlap(extensions, model, optimizer, announces)
             options["settings"] = settings = checks.take_fields(Settings, options)
             checks.check_closures(optimizer, inside or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
@@ -681,10 +681,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     ) -> Iterator[Callable[[Bucket], None]]:
         """Make a step in parts: yields a function that mixes, updates and launches one bucket."""
         by_bucket = self._local_update.by_bucket
-        with (
-            self._step(in_backward) as step,
-            by_bucket(scaling, step.buckets, apply) as update,
-        ):
+        with self._step(in_backward) as step, by_bucket(scaling, step.buckets, apply) as update:
             yield lambda bucket: step.advance([bucket], update, bucket)
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:

@@ -52,7 +52,7 @@ def read(announced: Announcement, transport: Transport) -> dict[int, list[int]]:
         PeerError: a rank was lost.
     """
     try:
-        transport.finish(announced.arrival.future)
+        transport.wait_until(announced.arrival.future)
     except WireError as error:
         lost = announced.arrival.lost()
         suspects = lost.suspects if lost else transport.others

@@ -228,9 +228,7 @@ class Connections:
 
     def _leave_to_parent(self) -> None:
         """Drop the connections of the parent in a forked process."""
-        reason = (
-            "this process was forked, and leaves them to its parent; make this call in the parent"
-        )
+        reason = "this process was forked and leaves them to its parent; make this call there"
         self._closure, self._should_stop = Closure(reason=reason, broken=True), None
         self._release()
 

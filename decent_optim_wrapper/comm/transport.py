@@ -157,7 +157,7 @@ class Transport(Connections):
             self._give_up(error)
             raise
 
-    def finish(self, awaited: Future[None], *others: Future[None]) -> None:
+    def wait_until(self, awaited: Future[None], *others: Future[None]) -> None:
         """Wait until `awaited` has succeeded, or something else is done.
 
         Raises:

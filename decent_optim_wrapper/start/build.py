@@ -19,6 +19,7 @@ from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
+from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.round import RoundPolicy
 from decent_optim_wrapper.gossip.rounds import Rounds
@@ -208,7 +209,7 @@ class Builder:
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
         # What must be the same on all ranks, also on ranks with other parts of the model.
         self._common = [
-            f"decent_optim_wrapper {__version__}",
+            f"decent_optim_wrapper {__version__}, headers of {RoundHeader._fields}",
             f"topology {type(topology).__name__} with schedule {topology.digest}",
             *settings.lines(),
             f"optimizer {type(inputs.optimizer).__name__}",

@@ -175,7 +175,7 @@ class Exchange:
         """Return whether the received message says that its values are finite."""
         return True
 
-    def _check(self, data: Tensor) -> None:
+    def _note_finite(self, data: Tensor) -> None:
         if self._round.nonfinite.checks:
             self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
 
@@ -253,7 +253,7 @@ class PlainPair(PlainExchange):
     def start(self) -> None:
         """Check the values and start the exchange."""
         outgoing, incoming = self._sent.data, self._arriving.data
-        self._check(outgoing)
+        self._note_finite(outgoing)
         if self.has_own_flag and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
@@ -286,7 +286,7 @@ class PlainGroup(PlainExchange):
     def start(self) -> None:
         """Check the values and start the sum."""
         summed, round = self._arriving.data, self._round
-        self._check(summed)
+        self._note_finite(summed)
         if self._sent is not None:
             self._sent.data.copy_(summed)
         if round.nonfinite.replaces:

@@ -107,7 +107,7 @@ class Messages:
             if self.failure is not None:
                 raise WireError(*self.failure)
         except WireError as error:
-            raise self.lost(self.failed_bucket, self._round.peers, error.silent) from error
+            raise self.find_lost(self.failed_bucket, self._round.peers, error.silent) from error
 
     def abandon(self) -> None:
         """Post nothing more."""
@@ -129,7 +129,7 @@ class Messages:
             # Another stream may wait again for the works of a GPU.
             self._round.transport.wait(works[:] if on_gpu else works)
         except WireError as error:
-            raise self.lost(bucket, suspects, error.silent) from error
+            raise self.find_lost(bucket, suspects, error.silent) from error
 
     def wait_for(self, watch: Arrival, *others: Arrival) -> None:
         """Wait until `watch` or one of the others has arrived.
@@ -138,12 +138,12 @@ class Messages:
             PeerError: `watch` has failed; see `lost`.
         """
         try:
-            self._round.transport.finish(watch.future, *(each.future for each in others))
+            self._round.transport.wait_until(watch.future, *(each.future for each in others))
         except WireError as error:
             lost = watch.lost() or Expected([], 0, self._round.peers)
-            raise self.lost(lost.bucket, lost.suspects, error.silent) from error
+            raise self.find_lost(lost.bucket, lost.suspects, error.silent) from error
 
-    def lost(
+    def find_lost(
         self, bucket: int, suspects: tuple[int, ...], silent: bool
     ) -> PeerError | CallOrderError:
         """Close the connections, find the lost rank, and return the error of the round.
