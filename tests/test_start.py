@@ -360,7 +360,11 @@ def train_with_ddp(rank: int) -> tuple[list[str], list[list[float]]]:
         for model in (of_ddp(make_model()), nn.Sequential(of_ddp(make_model()), nn.Tanh())):
             if group is dist.group.WORLD:
                 base = sgd([*model.parameters()])
-                texts.append(error_of(lambda: DecentOptimWrapper(base, model=model)))  # noqa: B023
+                # In a store of their own, ranks have the numbers of the process group, too.
+                elastic: Any = {"elastic": Elastic(HashStore()), "rank": rank, "world_size": 2}
+                for options in (dict[str, Any](), elastic):
+                    wrap_it = partial(DecentOptimWrapper, base, model=model, **options)
+                    texts.append(error_of(wrap_it))
             texts.append(error_of(lambda: DecentralizedDataParallel(model, modules.sgd)))  # noqa: B023
     for wrapped in (lambda model: model, partial(DistributedDataParallel, process_group=alone)):
         training = modules.Training(rank, None, model=wrapped(make_model()))
@@ -374,12 +378,12 @@ def train_with_ddp(rank: int) -> tuple[list[str], list[list[float]]]:
 def test_a_model_has_no_ddp_over_ranks_that_gossip() -> None:
     """With which gossip has no effect. Over other ranks, as of one node, it is allowed."""
     for rank, (texts, ends) in enumerate(run_processes(2, train_with_ddp)):
-        assert len(texts) == 6
+        assert len(texts) == 8
         for text in texts:
             assert text.startswith(f"ValueError: rank {rank}: model expects gradients of this rank")
             assert "remove DistributedDataParallel" in text
         assert [" 0 is a DistributedDataParallel" in text for text in texts] == [
-            *(False, False, True, True, False, True)
+            *(False, False, False, True, True, True, False, True)
         ]
         without, inside = ends
         assert inside == without

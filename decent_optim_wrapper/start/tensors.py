@@ -146,7 +146,7 @@ def _check_ddp(model: nn.Module | None, sharing: ErrorSharing, in_backward: bool
             continue
         group, found = module.process_group, sharing.world
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else ()
-        if in_backward or len({*ranks} & {*found.launched_as}) > 1:
+        if in_backward or len({*ranks} & {*(found.launched_as or range(found.world_size))}) > 1:
             raise ValueError(
                 f"rank {found.rank}: model expects gradients of this rank alone, but "
                 f"{name or 'it'} is a DistributedDataParallel, which averages them over ranks, so "
