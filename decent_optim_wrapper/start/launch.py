@@ -229,7 +229,7 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
-    """Meeting for `init_process_group` if the launcher has restarted this process.
+    """Arguments for `init_process_group` if the launcher has restarted this process.
 
     torchrun keeps one store over its restarts, which still contains the addresses of processes that
     have ended (pytorch#135712). So keys get a prefix for each restart. The agents of several nodes

@@ -17,7 +17,7 @@ from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.start.launch import find_launch
 from decent_optim_wrapper.start.membership import StoreWorld
 
-# The environment variable with its URL.
+# The environment variable with the URL of a store.
 STORE_VARIABLE = "DECENT_STORE"
 EXAMPLE = "etcd://host1:2379,host2:2379,host3:2379/my-run"
 _OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
