@@ -125,7 +125,7 @@ def test_one_line_says_how_long_steps_have_waited_and_what_would_shorten_that(
         take_steps(optimizer, params, rank, range(3))
 
     (line,) = waits_of(main, 4)
-    (share,) = re.findall(r"the first 100 steps waited for the network (\d+)% of the time: ", line)
+    (share,) = re.findall(r"steps 51 to 100 waited for the network (\d+)% of the time: ", line)
     assert float(share) == pytest.approx(100 * (0.2 * waits[0] + 0.8 * waits[1]), abs=6)
     assert {text for text in has | has_not if text in line} == has, line
 
@@ -151,7 +151,7 @@ def test_each_wrapper_says_it_once_also_if_a_state_is_loaded(way: str) -> None:
             each.train(range(KEPT_STEPS + 2))
 
     lines = waits_of(main, 2)
-    assert ["the first 100 steps waited" in line for line in lines] == [True, True]
+    assert ["steps 51 to 100 waited" in line for line in lines] == [True, True]
 
 
 def test_a_rank_that_trains_alone_waits_for_nobody() -> None:

@@ -73,7 +73,8 @@ def log_waits(rounds: Rounds) -> None:
         advice = " and ".join(helping) or f"{_NOTHING}, but mixing less often would"
     # A smaller share is worth no change.
     advice = _NOTHING if share < 0.1 else advice
-    text = f"the first {len(steps)} steps waited for the network {share:.0%} of the time: {advice}"
+    which = f"steps {len(steps) - len(last) + 1} to {len(steps)}"
+    text = f"{which} waited for the network {share:.0%} of the time: {advice}"
     logger.info(f"{text}. optimizer.report() compares the ranks")
 
 
