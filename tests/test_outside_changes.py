@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +32,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from decent_optim_wrapper import Group, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    DecentralizedDataParallel,
+    Group,
+    Schedule,
+    Topology,
+    TopologyFactory,
+)
 from decent_optim_wrapper.config import Overlap
 from decent_optim_wrapper.errors import CallOrderError
 
@@ -405,3 +413,50 @@ def test_a_module_that_ignores_the_parameters_of_an_older_one_does_not_replace_i
         assert not torch.equal(flatten([*both.parameters()]), before)
 
     run_threads(2, main)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "module"])
+def test_ranks_go_on_from_a_checkpoint_after_a_change_by_hand(kind: str) -> None:
+    """Nothing of the round is mixed yet when the change is found, so no connection is closed."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+        fill(model, 0)
+        changed = next(model.parameters())
+        options: dict[str, Any] = {"process_group": group, "topology": "one-peer-exp"}
+        optimizer: DecentOptimWrapper
+        run: nn.Module = model
+        if kind == "wrapper":
+            base = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = DecentOptimWrapper(base, model=model, bucket_cap_mb=1e-4, **options)
+        else:
+            sgd = partial(torch.optim.SGD, lr=0.01)
+            wrapped = DecentralizedDataParallel(model, sgd, bucket_size_in_mb=1e-4, **options)
+            run, optimizer = wrapped, wrapped.optimizer
+        assert len(optimizer.buckets) >= 2
+
+        def step() -> None:
+            run(torch.full((3, 9), float(rank))).sum().backward()
+            if kind == "wrapper":
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        step()
+        if rank == 0:
+            with torch.no_grad():
+                changed.add_(1)
+            with pytest.raises(RuntimeError, match="changed"):
+                run(torch.ones(3, 9))
+        optimizer.load_state_dict(saved[1])
+        model.load_state_dict(saved[0])
+        before = flatten([*model.parameters()])
+        for _ in range(3):
+            step()
+        assert not torch.equal(flatten([*model.parameters()]), before)
+        optimizer.global_avg(may_revert=False)
+        return flatten([*model.parameters()])
+
+    first, *others = run_threads(4, main)
+    assert all(torch.equal(first, other) for other in others)

@@ -19,7 +19,7 @@ from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.gossip.round import Round, RoundState
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Replica
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -160,6 +160,9 @@ class Coordinator:
             if self.replica.may_gather:
                 self.replica.reshard()
             if wanted := self.early.wanted(flying, params):
+                if flying.state is not RoundState.MIXING and flying.is_outdated:
+                    # Nothing is mixed yet: all ranks can go on from a checkpoint.
+                    self.local_update.check(self.rounds)
                 self.with_recovery(partial(self._mix_early, flying, wanted))
 
     def _mix_early(self, flying: Round, wanted: Sequence[Bucket]) -> None:

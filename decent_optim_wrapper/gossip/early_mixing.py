@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.gossip.round import Round, RoundState
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.wire.bucket import Bucket, copies_of
@@ -35,7 +35,8 @@ class EarlyMixing:
     def mix(self, flying: Round, wanted: Sequence[Bucket]) -> None:
         """Mix some buckets of the round in flight.
 
-        It looks for parameters that were changed in flight only: the next step checks the rest.
+        Once a bucket of the round is mixed, it looks for parameters that were changed in flight.
+        Before, the caller looks for them. The next step checks the rest.
 
         Args:
             flying: the round.
@@ -49,7 +50,7 @@ class EarlyMixing:
                 restored.
         """
         rounds = self._rounds
-        if flying.is_outdated:
+        if flying.state is RoundState.MIXING and flying.is_outdated:
             self._local_update.check(rounds)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in rounds.extensions.all)
