@@ -107,7 +107,7 @@ def find_tensors(
     more = held[len(given) :] if extras.averages_held else ()
     more = [each for each in more if buffers is None or each.kind == "parameter"]
     # A rank that comes back makes those anew that are frozen now.
-    every = (*given, *parameters, *more)
+    every = sorted((*given, *parameters, *more), key=lambda each: each.kind == "parameter")
     fixed = [e for e in every if e.kind == "buffer" or not e.tensor.requires_grad]
     # Torch does not add values of 8 bits.
     real = [(each, each.tensor.dtype) for each in fixed]
@@ -150,8 +150,8 @@ def _check_ddp(model: nn.Module | None, sharing: ErrorSharing, in_backward: bool
             raise ValueError(
                 f"rank {found.rank}: model expects gradients of this rank alone, but "
                 f"{name or 'it'} is a DistributedDataParallel, which averages them over ranks, so "
-                f"that gossip has no effect, or comes too early; remove DistributedDataParallel, "
-                f"and pass the module that is inside it"
+                f"that gossip has no effect, or comes too early; remove DistributedDataParallel: "
+                f"train the module that is inside it, and pass that one"
             )
 
 
