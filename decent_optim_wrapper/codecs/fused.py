@@ -76,9 +76,7 @@ class Fused:
         except Exception as error:
             # Some machines have no Triton, or no compiler for C, which it needs.
             self._fails = True
-            logger.warning(
-                "int8 is coded without fused kernels, which torch cannot make: {}", error
-            )
+            logger.warning("torch cannot make the fused kernels of int8: {}", error)
             return None
 
     def serves(self, device: torch.device) -> bool:

@@ -61,9 +61,8 @@ class ScaledCodec(Codec):
         # The largest absolute value, without a pass that writes them.
         scales.copy_(torch.maximum(rows.amin(1).neg_(), rows.amax(1)).div_(self.largest))
         # The reciprocal of the scale as it is sent, which is rounded.
-        inverse = (
-            scales.to(values.dtype).reciprocal().masked_fill_(scales < fused.SMALLEST_SCALE, 0)
-        )
+        inverse = scales.to(values.dtype).reciprocal()
+        inverse.masked_fill_(scales < fused.SMALLEST_SCALE, 0)
         rows.mul_(inverse.unsqueeze(1))
         self.pack(values, codes)
 
