@@ -228,7 +228,7 @@ class Connections:
 
     def _leave_to_parent(self) -> None:
         """Drop the connections of the parent in a forked process."""
-        reason = "this process was forked and leaves them to its parent; make this call there"
+        reason = "this process was forked and leaves them to its parent: call this in the parent"
         self._closure, self._should_stop = Closure(reason=reason, broken=True), None
         self._release()
 
