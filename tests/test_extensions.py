@@ -666,7 +666,7 @@ def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfin
             poison(base, params)
         own = moments(base, params)
         if policy == "raise":
-            refusal = r"finite momenta in StateAverage.*those of ranks \[1\] hold NaN"
+            refusal = r"finite momenta in StateAverage.*but ranks \[1\] have NaN"
             with pytest.raises(NonFiniteError, match=refusal) as caught:
                 average(optimizer, params)
             assert caught.value.ranks == (bad,)

@@ -369,6 +369,6 @@ def average(spread: Replica, kind: str) -> tuple[str, set[float]]:
 @pytest.mark.parametrize("kind", ["momenta", "parameters"])
 def test_averages_leave_out_the_whole_replica_of_a_shard_with_nan(kind: str) -> None:
     for error, values in run_spread(Layout({"gossip": 4, "fsdp": 2}), average, kind):
-        assert f"those of ranks [{FAILING // 2}] hold NaN" in error
+        assert f"but ranks [{FAILING // 2}] have NaN" in error
         assert f"finite {kind}" in error
         assert values == {(0 + 2 + 3) / 3}

@@ -55,7 +55,7 @@ def test_the_whole_group_raises_and_mixes_nothing(
         optimizer.step()
         before = flatten(params)
         if topology == "complete" or rank in (1, BAD):
-            with pytest.raises(NonFiniteError, match=r"those of ranks \[2\] hold NaN") as caught:
+            with pytest.raises(NonFiniteError, match=r"but ranks \[2\] have NaN") as caught:
                 optimizer.synchronize()
             assert caught.value.ranks == (BAD,)
             assert_same(params, before)
@@ -190,7 +190,7 @@ def test_an_average_takes_in_only_what_is_finite_unless_nobody_checks(policy: On
             spoil(params)
         before = average = flatten(params)
         if policy == "raise":
-            with pytest.raises(NonFiniteError, match=r"in global_avg\(\), but .* ranks \[2\]"):
+            with pytest.raises(NonFiniteError, match=r"in global_avg\(\), but ranks \[2\]"):
                 optimizer.global_avg()
         else:
             with optimizer.averaged():
@@ -223,7 +223,7 @@ def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
             spoil(params)
         optimizer.step()
         before = flatten(params)
-        refusal = rf"those of ranks \[{bad}\] hold NaN"
+        refusal = rf"but ranks \[{bad}\] have NaN"
         for call in (average, average, DecentOptimWrapper.step):
             with pytest.raises(NonFiniteError, match=refusal):
                 call(optimizer)

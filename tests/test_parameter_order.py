@@ -141,7 +141,7 @@ def test_parameters_without_names_that_start_in_another_order_are_named_by_posit
 
     for rank, (start, added, groups) in enumerate(run_threads(2, main)):
         assert start.startswith(f"rank {rank}: ")
-        assert "ranks [1] start with those of rank 0 in another order, at 0.0, 0.1, 0.2," in start
+        assert "ranks [1] have the values of rank 0 in another order, at 0.0, 0.1, 0.2," in start
         assert "at 1.0, 1.1, 1.2" in added
         assert groups == 1
 

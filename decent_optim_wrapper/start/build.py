@@ -307,7 +307,7 @@ class Builder:
         if moved and not has_names:
             raise ValueError(
                 f"rank {transport.initial_rank}: expected parameters in one order on all ranks, "
-                f"but ranks {moved} start with those of rank 0 in another order, at {some}; build "
+                f"but ranks {moved} have the values of rank 0 in another order, at {some}; build "
                 f"the optimizer from a list in the same order on every rank, not from a set, or "
                 f"with names, as in SGD(model.named_parameters())"
             )

@@ -42,8 +42,8 @@ def nonfinite_error(
         what: the name of the values.
     """
     return NonFiniteError(
-        f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {[*bad]} hold "
-        f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "
+        f"rank {own_rank}: expected finite {what} in {where}, but ranks {[*bad]} have NaN or "
+        f"infinity, or values too large for comm_dtype; none of them were mixed. Look for the "
         f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
         f'with on_nonfinite="skip"',
         [*bad],
