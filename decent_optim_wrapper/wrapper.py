@@ -236,7 +236,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
-        self._rounds.mix_with(checks.check_mixing_rate(rate))
+        self._rounds.set_mixing_rate(checks.check_mixing_rate(rate))
 
     @property
     def rank(self) -> int:

@@ -127,7 +127,7 @@ class Oracle(ScriptRunner):
         self.values = [self.stack(index, range(world.size)) for index in range(len(world.specs))]
         self.velocity = [torch.zeros_like(value) for value in self.values]
         self.live = [index for index, spec in enumerate(world.specs) if not spec.frozen]
-        self.flying: list[int] = []
+        self.in_flight: list[int] = []
         self.relaunch = False
         self.snapshot: list[Tensor] | None = None
 
@@ -143,12 +143,12 @@ class Oracle(ScriptRunner):
         ranks = range(self.world.size)
         grads = {i: self.values[i] - self.stack(i, ranks, self.steps) for i in self.live}
         if self.snapshot is not None:
-            self.snapshot, self.flying, self.relaunch = None, [], False
+            self.snapshot, self.in_flight, self.relaunch = None, [], False
         self.synchronize()
         for index, grad in grads.items():
             self.velocity[index] = MOMENTUM * self.velocity[index] + grad
             self.values[index] = self.values[index] - lr * self.velocity[index]
-        self.flying = list(self.live)
+        self.in_flight = list(self.live)
         self.round += 1
         if not self.world.options["overlap"]:
             self.land()
@@ -162,17 +162,17 @@ class Oracle(ScriptRunner):
         every = options.get("gossip_every", 1), options.get("global_avg_every")
         rate = options.get("mixing_rate", 1.0)
         matrix = due_matrix(self.topology, *every, rate, self.round - 1)
-        for index in self.flying:
+        for index in self.in_flight:
             value = self.values[index]
             self.values[index] = torch.tensordot(matrix.to(value.dtype), value, dims=1)
-        self.flying, self.relaunch = [], False
+        self.in_flight, self.relaunch = [], False
 
     def synchronize(self) -> None:
         if self.snapshot is not None:
             raise RuntimeError("an average is in place")
         if self.relaunch:
             # What was in flight when the state was saved; it takes in what has grown since.
-            self.flying = list(self.live)
+            self.in_flight = list(self.live)
         self.land()
 
     def grow(self) -> None:
@@ -185,9 +185,9 @@ class Oracle(ScriptRunner):
 
     def reload(self) -> None:
         if self.snapshot is not None:
-            self.snapshot, self.flying, self.relaunch = None, [], False
-        self.relaunch |= any(self.values[index].numel() for index in self.flying)
-        self.flying = []
+            self.snapshot, self.in_flight, self.relaunch = None, [], False
+        self.relaunch |= any(self.values[index].numel() for index in self.in_flight)
+        self.in_flight = []
 
     resume = reload
 
@@ -199,7 +199,7 @@ class Oracle(ScriptRunner):
 
     def average_for_good(self) -> None:
         self.average()
-        self.snapshot, self.flying, self.relaunch = None, [], False
+        self.snapshot, self.in_flight, self.relaunch = None, [], False
 
     def revert(self) -> None:
         if self.snapshot is None:

@@ -212,7 +212,7 @@ def test_a_constructor_that_waits_says_which_ranks_have_not_come(
     is_elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for where in (error_sharing, rendezvous):
-        monkeypatch.setattr(where, "PATIENCE", 0.2)
+        monkeypatch.setattr(where, "WARN_AFTER_SECONDS", 0.2)
     # Counts the wrappers of a process, which all these ranks share.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda _: "one")
     store, told = HashStore(), threading.Event()

@@ -36,8 +36,8 @@ class BackwardOptimizer(DecentOptimWrapper):
 
         They are mixed all at once, as soon as a step begins that mixes the round.
         """
-        flying = self._rounds.in_flight
-        return flying is not None and not flying.unmixed.keys() <= {*self.buckets}
+        round = self._rounds.in_flight
+        return round is not None and not round.unmixed.keys() <= {*self.buckets}
 
     @property
     def scales_itself(self) -> bool:

@@ -122,8 +122,8 @@ class WorldAverage:
 
     def _watch_again(self) -> None:
         """Tell the round in flight that what was just put in place is no change by others."""
-        if flying := self._rounds.in_flight:
-            flying.watch_again()
+        if round := self._rounds.in_flight:
+            round.watch_again()
 
     @torch.no_grad()
     def distance(self) -> float:

@@ -155,21 +155,21 @@ class Coordinator:
                     f"name in their mixing, by a signal handler or an extension; set a flag in the "
                     f"handler, and act on it after step(), or read the members of the bucket"
                 )
-            if (flying := self.rounds.in_flight) is None:
+            if (round := self.rounds.in_flight) is None:
                 return
             if self.replica.may_gather:
                 self.replica.reshard()
-            if wanted := self.early.wanted(flying, params):
-                if flying.state is not RoundState.MIXING and flying.is_outdated:
+            if wanted := self.early.wanted(round, params):
+                if round.state is not RoundState.MIXING and round.is_outdated:
                     # Nothing is mixed yet: all ranks can go on from a checkpoint.
                     self.local_update.check(self.rounds)
-                self.with_recovery(partial(self._mix_early, flying, wanted))
+                self.with_recovery(partial(self._mix_if_in_flight, round, wanted))
 
-    def _mix_early(self, flying: Round, wanted: Sequence[Bucket]) -> None:
+    def _mix_if_in_flight(self, round: Round, wanted: Sequence[Bucket]) -> None:
         # A recovery has dropped it.
-        if self.rounds.in_flight is flying:
+        if self.rounds.in_flight is round:
             with self._mixing:
-                self.early.mix(flying, wanted)
+                self.early.mix_wanted(round, wanted)
 
     def commit_or_roll_back(self) -> None:
         """Mix the round in flight, or restore the mixed buckets of a dropped round.
@@ -312,8 +312,8 @@ class Coordinator:
         nonfinite: list[NonFiniteError] = []
         rounds.launch()
         while not coming.arrival.future.done():
-            flying = rounds.in_flight
-            if flying and flying.arrives_before(coming.arrival):
+            round = rounds.in_flight
+            if round and round.arrives_before(coming.arrival):
                 self._make_round(nonfinite)
         check_calls(call, read(coming, transport), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
@@ -338,9 +338,9 @@ class Coordinator:
             NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
                 again.
         """
-        if flying := self.rounds.in_flight:
-            flying.receive()
-            flying.flags.check()
+        if round := self.rounds.in_flight:
+            round.receive()
+            round.flags.check()
 
     @property
     def transports(self) -> Sequence[Transport]:

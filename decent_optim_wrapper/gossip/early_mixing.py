@@ -32,14 +32,14 @@ class EarlyMixing:
         # Memory for these values, if the sent copy cannot be used.
         self._copies: WeakKeyDictionary[Bucket, Flat] = WeakKeyDictionary()
 
-    def mix(self, flying: Round, wanted: Sequence[Bucket]) -> None:
+    def mix_wanted(self, round: Round, wanted: Sequence[Bucket]) -> None:
         """Mix some buckets of the round in flight.
 
         Once a bucket of the round is mixed, it looks for parameters that were changed in flight.
         Before, the caller looks for them. The next step checks the rest.
 
         Args:
-            flying: the round.
+            round: the round in flight.
             wanted: a result of `wanted`.
 
         Raises:
@@ -50,50 +50,50 @@ class EarlyMixing:
                 restored.
         """
         rounds = self._rounds
-        if flying.state is RoundState.MIXING and flying.is_outdated:
+        if round.state is RoundState.MIXING and round.is_outdated:
             self._local_update.check(rounds)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in rounds.extensions.all)
-        if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
-            self._finish(flying, whole)
+        if whole or len(wanted) == len(round.unmixed) or round.plan.kind is RoundKind.AVERAGE:
+            self._finish(round, whole)
             return
         rounds.check_on_gpu()
         for bucket in wanted:
-            flying.receive(bucket)
-            if flying.flags.refused:
-                self._finish(flying, whole)
+            round.receive(bucket)
+            if round.flags.refused:
+                self._finish(round, whole)
                 return
-            rounds.begin_mixing(flying)
-            self._mix(flying, bucket, flying.mix)
+            rounds.notify_arrived(round)
+            self._mix_reversibly(round, bucket, round.mix)
 
-    def wanted(self, flying: Round, params: Iterable[Tensor] | None) -> Sequence[Bucket]:
+    def wanted(self, round: Round, params: Iterable[Tensor] | None) -> Sequence[Bucket]:
         """The buckets of these parameters, or all, that are still to be mixed, in sending order."""
         if params is None:
-            return [*flying.unmixed]
+            return [*round.unmixed]
         asked = {*map(self._rounds.bucket_of.get, map(id, params))}
-        return [*filter(asked.__contains__, flying.unmixed)]
+        return [*filter(asked.__contains__, round.unmixed)]
 
-    def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
-        if (before := flying.packed_of(bucket)) is None:
+    def _mix_reversibly(self, round: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
+        if (before := round.packed_of(bucket)) is None:
             if bucket not in self._copies:
-                self._copies[bucket] = bucket.near.new(bucket.dtype)
+                self._copies[bucket] = bucket.on_device.new(bucket.dtype)
             before = bucket.pack(self._copies[bucket])
         self._before[bucket] = before
         mix(bucket)
 
-    def _finish(self, flying: Round, whole: bool) -> None:
+    def _finish(self, round: Round, whole: bool) -> None:
         """Receive and mix the rest of the round.
 
         Args:
-            flying: the round.
+            round: the round in flight.
             whole: whether no rank mixes a part of it first.
         """
         try:
             self._rounds.finish()
         except NonFiniteError:
             # Other ranks may have mixed these buckets before, and must keep the same references.
-            for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:
-                self._mix(flying, bucket, flying.mix_alone)
+            for bucket in [b for b in round.unmixed if not (whole or round.refuses(b))]:
+                self._mix_reversibly(round, bucket, round.mix_tensors)
             self.roll_back()
             raise
         self.commit()

@@ -156,7 +156,7 @@ class LocalUpdate:
             raise replaced_error(self._names(known.gone), self._rank)
         if relocated := [*chain.from_iterable(map(Bucket.relocated, rounds.buckets))]:
             raise relocated_error(self._names(relocated), self._rank)
-        if (flying := rounds.in_flight) and (changed := flying.changed_in_flight()):
+        if (round := rounds.in_flight) and (changed := round.changed_in_flight()):
             raise changed_error(self._names(changed), self._rank)
 
     def check_outside(self) -> None:

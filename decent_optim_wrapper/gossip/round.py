@@ -312,25 +312,25 @@ class Round:
             return
         extensions, kind = self._policy.extensions, self.plan.kind
         if not extensions.all:
-            self.mix_alone(bucket)
+            self.mix_tensors(bucket)
             return
         snapshot = partial(self.snapshot_of, bucket)
         with extensions.mixing(ReceivedBucket(kind=kind, bucket=bucket, snapshot=snapshot)):
-            self.mix_alone(bucket)
+            self.mix_tensors(bucket)
         if not self.unmixed:
             for extension in extensions.all:
                 extension.end_round(kind)
 
-    def mix_alone(self, bucket: Bucket) -> None:
+    def mix_tensors(self, bucket: Bucket) -> None:
         """Mix as `mix` does, without telling the extensions."""
         self.state = RoundState.MIXING
         for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
             if exchange is not None:
                 with self._policy.meter.mix:
-                    self._mix(exchange, self._rate * each.rate)
+                    self._apply(exchange, self._rate * each.rate)
 
-    def _mix(self, exchange: Exchange, rate: float) -> None:
+    def _apply(self, exchange: Exchange, rate: float) -> None:
         ranks: Sequence[int] = self._context.group.ranks
         mask = MixMask(ranks=ranks, present=len(ranks))
         if exchange.on_gpu:

@@ -127,7 +127,7 @@ class Rounds:
         self.count = round
         self.pending = pending or self.pending._replace(source=None)
 
-    def mix_with(self, rate: float) -> None:
+    def set_mixing_rate(self, rate: float) -> None:
         """Launch rounds with this mixing rate from now on."""
         self.mixing_rate = rate
 
@@ -208,13 +208,13 @@ class Rounds:
         Raises:
             NonFiniteError: the round must not be mixed, and is no longer in flight.
         """
-        flying, pacing = self._open["round"], self.policy.pacing
-        due = flying is not None and pacing.is_due(self.age, flying.has_arrived)
+        round, pacing = self._open["round"], self.policy.pacing
+        due = round is not None and pacing.is_due(self.age, round.has_arrived)
         for extension in self.extensions.all:
-            extension.received(in_flight=flying is not None and not due)
-        if flying is None or not due:
+            extension.received(in_flight=round is not None and not due)
+        if round is None or not due:
             return None
-        self.policy.meter.note_round(self.age, flying.plan.group.ranks)
+        self.policy.meter.note_round(self.age, round.plan.group.ranks)
         return self._arrive()
 
     def _arrive(self) -> Round | None:
@@ -226,10 +226,10 @@ class Rounds:
                 arrived.flags.check()
             self.unchecked = arrived if arrived.flags.on_gpu else None
             if self.extensions.all:
-                self.begin_mixing(arrived)
+                self.notify_arrived(arrived)
         return arrived
 
-    def begin_mixing(self, round: Round) -> None:
+    def notify_arrived(self, round: Round) -> None:
         """Call `arrived` of the extensions, before the first bucket of a round is mixed."""
         if round.state is not RoundState.MIXING:
             for extension in self.extensions.all:
@@ -248,8 +248,8 @@ class Rounds:
     def abandon(self) -> None:
         """Drop the round in flight, or the one to be launched again, without waiting for it."""
         self.pending = self.pending.without_round()
-        if flying := self._open["round"]:
-            flying.abandon()
+        if round := self._open["round"]:
+            round.abandon()
         self._open["round"] = None
 
     def receive_and_abandon(self) -> None:

@@ -25,14 +25,14 @@ GOSSIP_KEY = "gossip"
 def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
     """Return the state of the gossip, once the parameters are settled."""
     rounds, pending = coordinator.rounds, coordinator.rounds.pending
-    pacing, flying = rounds.policy.pacing, rounds.in_flight
+    pacing, round = rounds.policy.pacing, rounds.in_flight
     # The next step() would keep the average, which is what is saved now.
     kept = pending.keeps_average or coordinator.average.snapshot is not None
-    rate, age = (flying.plan.mixing_rate, rounds.age) if flying else (pending.rate, pending.age)
+    rate, age = (round.plan.mixing_rate, rounds.age) if round else (pending.rate, pending.age)
     state: dict[str, Any] = {
         "round": rounds.count,
         # Others may have mixed it, or not have launched it yet.
-        "in_flight": bool(pending.in_flight or flying) and not kept and pacing.synchronous,
+        "in_flight": bool(pending.in_flight or round) and not kept and pacing.synchronous,
         "mixing_rate": rounds.mixing_rate,
         "last_rate": rate,
         # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
@@ -58,9 +58,9 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
 def _launched_values(coordinator: Coordinator) -> list[Tensor]:
     """Copies of the parameters when the round in flight was launched, or of the present ones."""
     copies = {param: param.detach().clone() for param in coordinator.params}
-    if flying := coordinator.rounds.in_flight:
-        for bucket in flying.unmixed:
-            if launched := flying.snapshot_of(bucket):
+    if round := coordinator.rounds.in_flight:
+        for bucket in round.unmixed:
+            if launched := round.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
     return [coordinator.rounds.pending.snapshot.get(*each) for each in copies.items()]
 
@@ -221,7 +221,7 @@ def _read(coordinator: Coordinator, saved: dict[str, Any], rate: float) -> Calla
                 rounds.set_buckets(rebuild(plan, rounds.buckets))
             for each in extensions:
                 each()
-            rounds.mix_with(rate)
+            rounds.set_mixing_rate(rate)
             session.references.load(references, rounds.buckets, session.transport.members)
             rounds.resume_at(round, pending)
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
-from decent_optim_wrapper.comm.store import PATIENCE, late_ranks, warn_of
+from decent_optim_wrapper.comm.store import WARN_AFTER_SECONDS, late_ranks, warn_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import read_timeout
 from decent_optim_wrapper.errors import PeerError
@@ -140,7 +140,7 @@ class ErrorSharing:
             came.set()
 
     def _name_late_ranks(self, came: threading.Event) -> None:
-        if not came.wait(PATIENCE) and (found := self.world).store is not None:
+        if not came.wait(WARN_AFTER_SECONDS) and (found := self.world).store is not None:
             warn_of(late_ranks(found.store, found.rank, found.world_size), found.rank)
 
     def _notify_in_store(self, error: Exception) -> None:

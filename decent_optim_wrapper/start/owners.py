@@ -25,10 +25,10 @@ def settle_owners(tensors: Iterable[Tensor]) -> None:
     dropped if others have replaced the values that it sends, for example by better ones.
     """
     for coordinator in _owners(tensors):
-        flying, transport = coordinator.rounds.in_flight, coordinator.rounds.session.transport
+        round, transport = coordinator.rounds.in_flight, coordinator.rounds.session.transport
         # With an average in place, the next step drops the round.
-        if flying and coordinator.average.snapshot is None and not transport.is_closed:
-            (coordinator.receive_and_abandon if flying.is_outdated else coordinator.synchronize)()
+        if round and coordinator.average.snapshot is None and not transport.is_closed:
+            (coordinator.receive_and_abandon if round.is_outdated else coordinator.synchronize)()
 
 
 def add_owner(coordinator: Coordinator) -> None:

@@ -98,7 +98,7 @@ def _in_units(nbytes: float) -> str:
 
 def _bytes(bucket: Bucket, group: Group, codec: Codec | None) -> float:
     """The bytes of a bucket that a rank of the group sends in one round."""
-    codec, numel = codec or bucket.codec(group.size), bucket.near.numel
+    codec, numel = codec or bucket.codec(group.size), bucket.on_device.numel
     if codec is not None:
         return group.copies_sent * codec.nbytes(numel)
     # Larger groups sum half precision in float32.

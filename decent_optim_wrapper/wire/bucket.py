@@ -140,7 +140,7 @@ class Bucket:
         # use one more buffer otherwise.
         self.wire = Buffers(shapes, self.wire_device, pinned=self.via_cpu)
         # For values that are coded next, and for changes that are mixed in.
-        self.near = Buffers(shapes, self.device)
+        self.on_device = Buffers(shapes, self.device)
 
     def __repr__(self) -> str:
         count = len(self.members)
@@ -181,11 +181,11 @@ class Bucket:
         """
         if self._storage is not None and not others and not needs_snapshot:
             return self._storage
-        return self.pack(self.near.flat(dtype or self.dtype), others)
+        return self.pack(self.on_device.flat(dtype or self.dtype), others)
 
     def copy(self) -> Flat:
         """The tensors as a flat vector in memory of its own."""
-        return self.pack(self.near.new(self.dtype))
+        return self.pack(self.on_device.new(self.dtype))
 
     @torch.no_grad()
     def pack(
@@ -276,8 +276,8 @@ class Bucket:
         self._notify_autograd()
 
     def joined(self, parts: Iterable[tuple[slice, Tensor]]) -> Flat:
-        """The parts as one flat vector, in the tensors' dtype and in the memory near them."""
-        whole = self.near.flat(self.dtype)
+        """The parts as one flat vector, in the tensors' dtype and on their device."""
+        whole = self.on_device.flat(self.dtype)
         for place, part in parts:
             whole.data[place].copy_(part)
         return whole
@@ -341,13 +341,13 @@ class Bucket:
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
         if flat.data.device != self.device:
-            near = self.near.flat(flat.data.dtype)
+            copied = self.on_device.flat(flat.data.dtype)
             # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
-            near.data.copy_(flat.data, non_blocking=True)
-            flat = near
+            copied.data.copy_(flat.data, non_blocking=True)
+            flat = copied
         if flat.data.dtype == self.dtype:
             return flat
-        return self.near.view(flat.data.to(self.dtype))
+        return self.on_device.view(flat.data.to(self.dtype))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The members as real tensors, viewed again each time: their storage may be replaced."""

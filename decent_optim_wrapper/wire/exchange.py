@@ -155,7 +155,7 @@ class Exchange:
 
     def _replace(self, keeps: Tensor, values: Tensor) -> None:
         """Put received values in place of the mixed ones, unless a GPU says to keep these."""
-        mixed = self._bucket.pack(self._bucket.near.flat(self._bucket.dtype))
+        mixed = self._bucket.pack(self._bucket.on_device.flat(self._bucket.dtype))
         torch.where(keeps, mixed.data, values, out=mixed.data)
         self._bucket.unpack_(mixed)
 

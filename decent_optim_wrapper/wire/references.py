@@ -54,7 +54,7 @@ class GroupReference:
         if not (self._keeps and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
-            self._vectors[bucket] = bucket.near.new(wide(bucket.dtype)).data.zero_()
+            self._vectors[bucket] = bucket.on_device.new(wide(bucket.dtype)).data.zero_()
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -165,7 +165,7 @@ class References:
 
 def _parts(bucket: Bucket, vector: Tensor) -> dict[Tensor, Tensor]:
     """The parts of a flat vector by member."""
-    return dict(zip(bucket.members, bucket.parts(bucket.near.view(vector)), strict=True))
+    return dict(zip(bucket.members, bucket.parts(bucket.on_device.view(vector)), strict=True))
 
 
 def _copy(values: Mapping[Tensor, Tensor], into: Mapping[Tensor, Tensor]) -> None:

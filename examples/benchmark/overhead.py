@@ -95,7 +95,7 @@ def int8_parts(count: int, blocks: int) -> dict[str, float]:
     codec = codec_of(torch.int8)
     params = [torch.randn(BUCKET // 16) for _ in range(16)]
     bucket = Bucket(params, Layout(cap_mb=None, codec=codec))
-    packed, reference = (bucket.near.new(bucket.dtype).data for _ in range(2))
+    packed, reference = (bucket.on_device.new(bucket.dtype).data for _ in range(2))
     message, _ = bucket.wire.vectors(2, codec.nbytes(bucket.numel), torch.uint8)
 
     def changes() -> Iterator[tuple[slice, Tensor]]:
@@ -105,7 +105,7 @@ def int8_parts(count: int, blocks: int) -> dict[str, float]:
             yield place, theirs.sub_(ours)
 
     parts: dict[str, Callable[[], object]] = {
-        "pack": lambda: bucket.pack(bucket.near.view(packed)),
+        "pack": lambda: bucket.pack(bucket.on_device.view(packed)),
         "code": lambda: codec.encode(packed, message, reference),
         "decode both messages, move the reference": lambda: deque(changes(), maxlen=0),
         "decode, move the reference, and mix": lambda: bucket.absorb_(changes(), 0.5),

@@ -25,7 +25,7 @@ _LOOKS = 4
 # For how many pauses a rank looks for another process of its number before its first heartbeat.
 _LOOKS_FOR_OTHERS = 3
 # The longest wait for an answer, after which the store is asked over another connection.
-_LONGEST_PATIENCE = 60.0
+_LONGEST_TIMEOUT = 60.0
 _NOBODY = "nobody"
 
 
@@ -149,12 +149,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         """Send heartbeats until told to stop, over another connection after each error."""
-        patience, self._answered, said = self._stale_after, time.monotonic(), 0.0
+        timeout, self._answered, said = self._stale_after, time.monotonic(), 0.0
         is_over = False
         while not is_over:
             try:
                 # Its own connection, so that no call of the main thread delays the heartbeat.
-                self._send(self._store.another(timedelta(seconds=patience)))
+                self._send(self._store.another(timedelta(seconds=timeout)))
                 return
             except RuntimeError as error:
                 silent = time.monotonic() - self._answered
@@ -163,7 +163,7 @@ class Heartbeat:
                     text = "rank {}: the store has not answered for {:.0f} s: {}"
                     logger.warning(text, self.rank, silent, text_of(error))
                 # A call that hangs keeps its thread, so there should be few.
-                patience = min(2 * max(self._stale_after, silent), _LONGEST_PATIENCE)
+                timeout = min(2 * max(self._stale_after, silent), _LONGEST_TIMEOUT)
                 is_over = self._stop.wait(self._pause)
 
     def _send(self, store: BoundedStore) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import (
-    PATIENCE,
+    WARN_AFTER_SECONDS,
     BoundedStore,
     as_text,
     rank_list,
@@ -251,7 +251,7 @@ class Rendezvous:
             if self._heartbeat.is_replaced:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
-            if tells and time.monotonic() > begun + PATIENCE:
+            if tells and time.monotonic() > begun + WARN_AFTER_SECONDS:
                 tells, present = False, self._present(epoch)
                 if present[0] == self.rank:
                     warn_of(sorted({*self._everyone} - {*present}), self.rank)
