@@ -157,7 +157,7 @@ CASES = {
         odd(bucket_cap_mb="x"), "bucket_cap_mb expects", "TypeError", one=True
     ),
     "other dimension on one rank": Case(odd(gossip_dim="tp"), "gossip_dim=", one=True),
-    "partial on one rank": Case(odd_sums, "model does not hold it", one=True),
+    "partial on one rank": Case(odd_sums, "model does not have it", one=True),
     "added on one rank": Case(add_on_one_rank, "overlap", one=True),
     "sharded over the gossip": Case(
         holding(lambda mesh: placed(mesh["gossip"], Shard(0))), "replicas of their own on the ranks"
@@ -175,7 +175,7 @@ CASES = {
         "TypeError",
     ),
     "no model": Case(using(model=None), "there is no model"),
-    "another model": Case(using(model=nn.Linear(2, 2)), "model does not hold it"),
+    "another model": Case(using(model=nn.Linear(2, 2)), "model does not have it"),
     "shards without a mesh": Case(
         lambda mesh, rank: wrap(shards(mesh)), "pass mesh=, gossip_dim= and model=", "TypeError"
     ),
@@ -185,7 +185,7 @@ CASES = {
     "shards across the dimensions": Case(holding(diagonal), "pass the whole mesh"),
     "added shards": Case(add_shards, "", ""),
     "added shards that the model lacks": Case(
-        lambda mesh, rank: add(over(mesh, plain()), shards(mesh)), "model does not hold it"
+        lambda mesh, rank: add(over(mesh, plain()), shards(mesh)), "model does not have it"
     ),
     "auto": Case(
         lambda mesh, rank: over(mesh, plain(), overlap=AsItArrives()),

@@ -28,7 +28,7 @@ from torch import Tensor
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.saved_state import renumbered
 from decent_optim_wrapper.optim.counters import COUNTERS
-from decent_optim_wrapper.wire.held import is_direction
+from decent_optim_wrapper.wire.model_state import is_direction
 
 _NUMBERS = (bool, int, float, str, type(None))
 # A dict with these keys is the state of a gossip, wherever it is.

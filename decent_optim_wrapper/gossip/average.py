@@ -13,7 +13,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
-from decent_optim_wrapper.wire.held import Averaged
+from decent_optim_wrapper.wire.model_state import Averaged
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -128,8 +128,8 @@ class WorldAverage:
     @torch.no_grad()
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
-        held = [each for each in self.snapshot or [] if each[0] in self._rounds.buckets]
-        pairs = ((b, b.copy().data, own.data) for b, own in held)
+        kept = [each for each in self.snapshot or [] if each[0] in self._rounds.buckets]
+        pairs = ((b, b.copy().data, own.data) for b, own in kept)
         return math.sqrt(_square(pairs, self._replica).item())
 
     def consensus_distance(self) -> float:

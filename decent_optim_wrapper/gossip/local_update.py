@@ -331,9 +331,9 @@ class StepGate:
     @classmethod
     def of(cls, optimizer: Optimizer, user: Any, rank: int) -> StepGate:
         """The gate of a base, which is in force as long as `user` exists."""
-        held = (optimizer, *vars(optimizer).values())
+        values = (optimizer, *vars(optimizer).values())
         # A base that skips Optimizer.__init__ has no hook tables.
-        hooked = [each for each in held if isinstance(each, Optimizer) and _HOOKS in vars(each)]
+        hooked = [each for each in values if isinstance(each, Optimizer) and _HOOKS in vars(each)]
         found = (hook for each in hooked for hook in vars(each)[_HOOKS].values())
         gate = next((hook for hook in found if isinstance(hook, cls)), None)
         if gate is None:

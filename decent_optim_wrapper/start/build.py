@@ -35,8 +35,8 @@ from decent_optim_wrapper.start.tensors import ModuleExtras, Tensors, check_para
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
-from decent_optim_wrapper.wire.held import HeldTensors, gather_numbers
 from decent_optim_wrapper.wire.layout import Layout
+from decent_optim_wrapper.wire.model_state import ModelState, gather_numbers
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import Named
 from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, in_agreed_order
@@ -170,7 +170,7 @@ class Builder:
         self.process_group = sharing.process_group
         self.replica = replica
         self.membership = membership = sharing.membership
-        self._held = HeldTensors(tensors.held, inputs.model)
+        state = ModelState(tensors.held, inputs.model)
         extras, mixes_early = inputs.extras, settings.pacing.mixes_early
         in_backward = extras.in_backward and not (mixes_early and extras.steps_at_end)
         self._policy = policy = RoundPolicy(
@@ -192,7 +192,7 @@ class Builder:
         )
         # What a rank that comes back receives; the membership needs it.
         self.trained = Trained(
-            optimizer=inputs.optimizer, held=self._held, parts=extras.stateful, layout=self._layout
+            optimizer=inputs.optimizer, state=state, parts=extras.stateful, layout=self._layout
         )
         inputs.extensions.attach(
             ExtensionContext(
@@ -272,7 +272,7 @@ class Builder:
         local = LocalUpdate(inputs.optimizer, inputs.extensions, session.transport.initial_rank)
         rounds = Rounds(session, self._policy, settings.schedule.mixing_rate)
         options = (self._layout.plain, self._policy.nonfinite, self.replica)
-        extra = partial(HeldTensors(found.averaged, inputs.model).to_average, *options)
+        extra = partial(ModelState(found.averaged, inputs.model).to_average, *options)
         average = WorldAverage(rounds, self.replica, extra)
         return Coordinator(rounds, local, average, self.replica, members=self.membership)
 
@@ -282,8 +282,8 @@ class Builder:
         takes = self._settings.sync_at_start and not (members and members.joins)
         if takes:
             transport = rounds.session.transport
-            held = self._held.on_all_ranks(transport)
-            self._broadcast([*in_agreed_order(parameters, self._layout), *held], transport)
+            others = self.trained.state.on_all_ranks(transport)
+            self._broadcast([*in_agreed_order(parameters, self._layout), *others], transport)
         coordinator.local_update.register(parameters)
         self._plan(rounds, parameters)
         if takes:

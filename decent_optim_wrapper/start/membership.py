@@ -20,8 +20,8 @@ from decent_optim_wrapper.gossip.coordinator import Coordinator, Members
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Topology
-from decent_optim_wrapper.wire.held import HeldTensors
 from decent_optim_wrapper.wire.layout import Layout
+from decent_optim_wrapper.wire.model_state import ModelState
 
 # The key that exists in a store once ranks have met there for their first wrapper.
 HAVE_MET = "decent_optim_wrapper/rendezvous 0/epoch"
@@ -51,13 +51,13 @@ class Trained:
 
     Args:
         optimizer: the base.
-        held: further tensors, if all ranks have them.
+        state: further tensors of the model, if all ranks have them.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
     """
 
     optimizer: Optimizer
-    held: HeldTensors
+    state: ModelState
     parts: Sequence[Any]
     layout: Layout
 

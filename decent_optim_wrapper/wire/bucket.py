@@ -295,10 +295,10 @@ class Bucket:
         Returns:
             bool tensor of shape () on their device, without a read by the host.
         """
-        held = [tensor for tensor in self._tensors() if tensor.numel()]
-        if not held:
+        tensors = [tensor for tensor in self._tensors() if tensor.numel()]
+        if not tensors:
             return torch.ones((), dtype=torch.bool, device=self.device)
-        return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
+        return (torch.stack(torch._foreach_norm(tensors, torch.inf)) < torch.inf).all()
 
     @property
     def stamps(self) -> tuple[int, ...]:
@@ -306,8 +306,8 @@ class Bucket:
 
         Changes of values through `.data` are not counted, and an inference tensor has no counter.
         """
-        held = [*map(local, self.counted)] if self.is_sharded else self.counted
-        return (*map(_version_of, held), *map(Tensor.data_ptr, held))
+        tensors = [*map(local, self.counted)] if self.is_sharded else self.counted
+        return (*map(_version_of, tensors), *map(Tensor.data_ptr, tensors))
 
     def note_flight(self, changed: bool) -> None:
         """Note whether others have changed members while a round was in flight."""
@@ -406,8 +406,8 @@ def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
 @torch.no_grad()
 def norms_of(bucket: Bucket) -> Tensor:
     """The norms of the members, in float32 or wider; a GPU is not read."""
-    held = [as_real(member) for member in bucket.members]
-    return torch.stack(torch._foreach_norm(held, 2, wide(bucket.dtype)))
+    members = [as_real(member) for member in bucket.members]
+    return torch.stack(torch._foreach_norm(members, 2, wide(bucket.dtype)))
 
 
 def members_of(buckets: Iterable[Bucket]) -> list[Tensor]:

@@ -137,7 +137,7 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
     """
     sharded = [(each, each.tensor) for each in named if isinstance(each.tensor, DTensor)]
     gossip, model = replica.gossip, replica.model
-    held = {id(each.tensor) for each in named_in(model)} if sharded else set()
+    known = {id(each.tensor) for each in named_in(model)} if sharded else set()
     for each, tensor in sharded:
         what = f"{each.kind} {each.name} is a DTensor with {tensor.placements}"
         if gossip is None:
@@ -145,8 +145,8 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
                 f"expected tensors that are whole on every rank, but {what}; say on which "
                 f"dimension of the mesh replicas gossip: pass mesh=, gossip_dim= and model="
             )
-        if id(tensor) not in held:
-            missing = "there is no model" if model is None else "model does not hold it"
+        if id(tensor) not in known:
+            missing = "there is no model" if model is None else "model does not have it"
             raise ValueError(
                 f"expected the model of the sharded parameters, which must be resharded before it "
                 f"is changed, but {what} and {missing}; pass all modules of this rank as model="

@@ -26,7 +26,7 @@ def hand_over(trained: Trained, coordinator: Coordinator, donor: int, takes: boo
     rounds, optimizer, layout = coordinator.rounds, trained.optimizer, trained.layout
     transport, extensions = rounds.session.transport, rounds.extensions
     named = in_agreed_order(named_parameters(optimizer.param_groups), layout)
-    tensors = [n.tensor for n in (*named, *trained.held.on_all_ranks(transport, donor))]
+    tensors = [n.tensor for n in (*named, *trained.state.on_all_ranks(transport, donor))]
     if transport.rank == donor:
         # The members may meet in the middle of its forward pass.
         tensors = coordinator.early.restored(tensors)

@@ -39,8 +39,8 @@ class Averaged(NamedTuple):
     put_back: Callable[[], None] = lambda: None
 
 
-class HeldTensors:
-    """The tensors that are in a model now.
+class ModelState:
+    """The tensors of a model: those at the start, or what has replaced them since.
 
     A forward pass may replace a buffer by another tensor, or change its shape.
 
@@ -51,8 +51,8 @@ class HeldTensors:
 
     def __init__(self, named: Sequence[Named], model: nn.Module | None) -> None:
         modules = [] if model is None else [*model.modules()]
-        registries = [held for m in modules for held in (m._parameters, m._buffers)]
-        places = {id(t): (held, key) for held in registries for key, t in held.items()}
+        registries = [registry for m in modules for registry in (m._parameters, m._buffers)]
+        places = {id(t): (registry, key) for registry in registries for key, t in registry.items()}
         self._rows = [(n, *places.get(id(n.tensor), ({"": n.tensor}, ""))) for n in named]
 
     def on_all_ranks(self, transport: Transport, source: int = 0) -> list[Named]:
@@ -89,7 +89,7 @@ class HeldTensors:
         groups: dict[tuple[bool, ...], list[Tensor]] = {}
         for named, ranks in rows:
             groups.setdefault(ranks, []).append(named.tensor)
-        planned = [(b, ranks) for ranks, held in groups.items() for b in plan_buckets(held, layout)]
+        planned = [(b, ranks) for ranks, each in groups.items() for b in plan_buckets(each, layout)]
         present = [(registry, key, registry.get(key)) for _, registry, key in self._rows]
         places = [(*each, each[-1].shape) for each in present if each[-1] is not None]
 
@@ -135,12 +135,12 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def _agree(
-    held: Sequence[Named], transport: Transport, number: Callable[[Named], int], source: int = 0
+    tensors: Sequence[Named], transport: Transport, number: Callable[[Named], int], source: int = 0
 ) -> list[tuple[Named, list[int]]]:
     """Find the tensors that all ranks have, whatever their order; collective.
 
     Args:
-        held: the tensors of this rank.
+        tensors: the tensors of this rank.
         transport: connects the ranks.
         number: function that returns a number of a tensor; a negative one leaves it out.
         source: the rank whose order all take.
@@ -148,7 +148,7 @@ def _agree(
     Returns:
         The tensors, each with its numbers on all ranks.
     """
-    own = {each.describe(): each for each in held}
+    own = {each.describe(): each for each in tensors}
     lines = share_text("\n".join(own), transport, source).split("\n")
     numbers = [number(own[line]) if line in own else _LEFT_OUT for line in lines]
     rows = gather_numbers(numbers, transport)
@@ -176,12 +176,12 @@ def _mark(named: Named) -> int:
 
 
 def _counting(
-    held: Sequence[Named], transport: Transport, nonfinite: NonFinitePolicy, replica: Replica
+    tensors: Sequence[Named], transport: Transport, nonfinite: NonFinitePolicy, replica: Replica
 ) -> list[tuple[Named, tuple[bool, ...]]]:
     """The tensors, each with the ranks that count in its average, or none; collective."""
     rows, refused = list[tuple[Named, tuple[bool, ...]]](), list[tuple[str, list[int]]]()
-    marked = gather_numbers([_mark(each) for each in held], transport) if held else []
-    for named, marks in zip(held, marked, strict=True):
+    marked = gather_numbers([_mark(each) for each in tensors], transport) if tensors else []
+    for named, marks in zip(tensors, marked, strict=True):
         alike = len({*marks}) == 1 and _HAS_NAN not in marks
         ranks = tuple(alike or not nonfinite.checks or mark <= _IS_DIRECTION for mark in marks)
         if not all(ranks):
