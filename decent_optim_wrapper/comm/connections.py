@@ -24,7 +24,7 @@ from decent_optim_wrapper.comm.process_groups import (
     new_communicator,
     serves,
 )
-from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError, never
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.forks import after_fork, leave_to_parent
 from decent_optim_wrapper.topo import Group
@@ -53,7 +53,7 @@ class Connections:
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
         should_stop: returns True to give up a wait for other ranks, because a member is dead, has
-            lost a peer or comes back, so that all members meet again. None if they never do.
+            lost a peer or comes back, so that all members meet again. `never` if they do not.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Connections:
         store: Any | None = None,
         *,
         user_group: Any | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        should_stop: Callable[[], bool] = never,
     ) -> None:
         self.rank = rank
         self.members = members
@@ -97,11 +97,8 @@ class Connections:
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
         is_users = self._world is self._user_group and self._store is not None
-        if (
-            is_users
-            and self.world_size > 1
-            and (self._backend == "gloo" or nccl.is_nccl(self._backend))
-        ):
+        is_known = self._backend == "gloo" or nccl.is_nccl(self._backend)
+        if is_users and is_known and self.world_size > 1:
             # With gloo, a wait that times out would close the connections of the user's process
             # group. With NCCL, the rounds would queue behind the user's own collectives.
             self._replace_world()
@@ -112,7 +109,7 @@ class Connections:
             elif group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new(group.ranks)
 
-    def let_rounds_take(self, steps: int) -> None:
+    def extend_watchdog(self, steps: int) -> None:
         """Raise the timeout of NCCL's watchdog, so that it ends no round that a step may wait for.
 
         The watchdog counts from the launch of a round, and ends the process. A step begins to wait
@@ -196,7 +193,7 @@ class Connections:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self._should_stop is not None:
+        if self._should_stop is not never:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.close(f"{loss} was lost")
@@ -229,7 +226,7 @@ class Connections:
     def _leave_to_parent(self) -> None:
         """Drop the connections of the parent in a forked process."""
         reason = "this process was forked and leaves them to its parent: call this in the parent"
-        self._closure, self._should_stop = Closure(reason=reason, broken=True), None
+        self._closure, self._should_stop = Closure(reason=reason, broken=True), never
         self._release()
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm import nccl
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.comm.waiting import never, within
 from decent_optim_wrapper.forks import leave_to_parent
 
 # Where small messages travel, whatever torch.set_default_device says.
@@ -73,7 +73,7 @@ def new_communicator(
     rank: int,
     size: int,
     timeout: timedelta,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = never,
 ) -> Any:
     """Create a communicator of the kind of `like` that torch does not register.
 

@@ -25,6 +25,7 @@ from decent_optim_wrapper.comm.waiting import (
     PendingMessage,
     Waitable,
     WireError,
+    never,
     raise_if_closed,
     wait_for_any,
     within,
@@ -37,7 +38,11 @@ _SLACK_SECONDS = 1.0
 
 
 class Transport(Connections):
-    """The ranks that exchange with each other, over their connections."""
+    """The ranks that exchange with each other, over their connections.
+
+    Collectives of all ranks are in the same class as exchanges of two: both use the waits and the
+    search for a lost rank, and on GPUs the first exchange of a group is made as a collective.
+    """
 
     # A thread that still posts: collectives of one communicator must come in the same order on all
     # ranks.
@@ -72,7 +77,7 @@ class Transport(Connections):
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than `timeout` from now on, and never meet the members again."""
         self._timeout = min(timeout, self._timeout)
-        self._should_stop = None
+        self._should_stop = never
 
     def begin_on(self, sizes: Mapping[torch.device, int]) -> None:
         """Make the first exchange of every group on GPUs that have made none; collective.
@@ -129,7 +134,7 @@ class Transport(Connections):
         works.clear()
         timeout, start = self._timeout, time.monotonic()
         try:
-            if self._should_stop is None:
+            if self._should_stop is never:
                 for work in pending:
                     work.wait(timeout)
             else:
@@ -180,7 +185,7 @@ class Transport(Connections):
             WireError: the error is a timeout or a failed connection.
         """
         if isinstance(error, TimeoutError):
-            if self._should_stop is not None and self._should_stop():
+            if self._should_stop():
                 raise WireError("another rank is dead, has lost a peer, or comes back") from error
             raise WireError(f"no answer within {self._timeout}", silent=True) from error
         if isinstance(error, RuntimeError):

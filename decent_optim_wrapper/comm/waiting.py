@@ -25,6 +25,11 @@ _LONGEST_LOOK_SECONDS = 0.25
 _POLL_SECONDS = 0.001
 
 
+def never() -> bool:
+    """Give up no wait: in place of a check that may end one."""
+    return False
+
+
 class WireError(RuntimeError):
     """An exchange failed: a peer is gone, has closed its connections, or does not answer.
 
@@ -141,7 +146,7 @@ def _wait_for(works: Sequence[Waitable], expected: Expected) -> None:
 
 
 def wait_for_any(
-    futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] | None = None
+    futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] = never
 ) -> None:
     """Wait until one of the futures is done, for a limited time.
 
@@ -158,12 +163,12 @@ def wait_for_any(
         now = time.monotonic()
         # Time in which this process was stopped does not count: the answer may have arrived.
         waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
-        if waited > seconds or (should_stop is not None and should_stop()):
+        if waited > seconds or should_stop():
             raise TimeoutError(f"given up within {seconds:.1f} s")
 
 
 def within(
-    seconds: float, action: Callable[[], Result], should_stop: Callable[[], bool] | None = None
+    seconds: float, action: Callable[[], Result], should_stop: Callable[[], bool] = never
 ) -> Result:
     """Run an action on a daemon thread, and wait for it for a limited time.
 

@@ -81,7 +81,9 @@ class Rounds:
         self.count = 0
         # Number of steps since the launch of the round in flight.
         self.age = 0
-        # What a loaded state leaves to the next step.
+        # What a loaded state leaves to the next step. This and `unchecked` are no `RoundState`,
+        # since they say nothing of the round in flight: one is of a round that is launched later,
+        # the other of a round that was mixed before.
         self.pending = PendingResume()
         # The rate of the next rounds.
         self.mixing_rate = mixing_rate

@@ -266,7 +266,7 @@ class Builder:
         """Build the coordinator, and make the first exchange in each group; collective."""
         inputs, settings, found = self._inputs, self._settings, self._tensors
         tensors = [named.tensor for named in (*found.parameters, *found.averaged)]
-        session.transport.let_rounds_take(settings.pacing.longest_flight)
+        session.transport.extend_watchdog(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
         local = LocalUpdate(inputs.optimizer, inputs.extensions, session.transport.initial_rank)
