@@ -187,7 +187,7 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
         # Ranks 4 and 5 watched the first of them.
         for lost in (6, 5):
             left.remove(lost)
-            ranks[lost].stop()
+            ranks[lost].close()
             # Other processes of rank 0 have ended, one of them on another host.
             mark_end(lambda: store, 0, pid=0)
             with mock.patch("socket.gethostname", return_value="another"):
@@ -209,7 +209,7 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
         assert not second.is_over()
     finally:
         for each in beats:
-            each.stop()
+            each.close()
 
 
 @dataclasses.dataclass(frozen=True)

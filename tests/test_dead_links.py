@@ -60,7 +60,7 @@ def try_links(
         time.sleep(seconds)
         connect_gloo(PrefixStore(*pair), *args)
 
-    def try_those_of(rank: int) -> str:
+    def try_links_of(rank: int) -> str:
         heartbeat = mock.Mock(spec=Heartbeat, rank=rank, is_over=lambda: is_over)
         time.sleep(late if rank == 1 else 0)
         try:
@@ -73,7 +73,7 @@ def try_links(
 
     patched = mock.patch.multiple(links, connect_gloo=connect, PrefixStore=lambda *pair: pair)
     with patched, ThreadPoolExecutor() as pool:
-        return [*pool.map(try_those_of, ranks, timeout=PATIENCE)]
+        return [*pool.map(try_links_of, ranks, timeout=PATIENCE)]
 
 
 def one_attempt(number: int, one: int, other: int) -> float:

@@ -178,8 +178,8 @@ def test_ranks_and_launchers_go_on_once_the_servers_are_back_with_their_data() -
             while where.get(key) == before:
                 assert time.monotonic() < deadline, f"{key} has ended"
                 time.sleep(0.05)
-        heartbeat.stop()
-        launcher.leave(lambda: True)
+        heartbeat.close()
+        launcher.close(lambda: True)
     assert len(said) == 1
     assert "the store has not answered for 1 s: etcd at " in said[0]
 

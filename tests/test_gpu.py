@@ -231,7 +231,7 @@ def test_a_backward_pass_waits_for_nothing(
             if scaler is not None:
                 scaler.scale(torch.ones((), device="cuda"))
             step_in_parts(optimizer, model, unscale_and_clip.step_part)
-            unscale_and_clip.end()
+            unscale_and_clip.update_scale()
         assert len(optimizer.buckets) >= BUCKETS
         assert [each for each in mode.noted if each.kind == "call"]
         assert not waits(mode.noted)

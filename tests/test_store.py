@@ -365,7 +365,7 @@ def test_a_store_that_does_not_answer_for_the_timeout_is_logged_once() -> None:
             time.sleep(0.05)
         time.sleep(1)
     finally:
-        heartbeat.stop()
+        heartbeat.close()
         logger.remove(sink)
         logger.disable("decent_optim_wrapper")
     (line,) = lines

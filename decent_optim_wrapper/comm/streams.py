@@ -72,7 +72,7 @@ class PostingThread:
         """
         self._actions.put((None if device is None else mark(device), action))
 
-    def end(self, last: Action | None = None) -> None:
+    def seal(self, last: Action | None = None) -> None:
         """Accept no more actions, and run this one at the end."""
         if last is not None:
             self.add(last)
@@ -81,7 +81,7 @@ class PostingThread:
     def abandon(self) -> None:
         """Run no more actions, and wait for the one that has begun, but for no GPU."""
         self._dropped = True
-        self.end()
+        self.seal()
         with self._acting:
             pass
 

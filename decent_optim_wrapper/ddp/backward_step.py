@@ -118,7 +118,7 @@ class _StepInParts:
             self._finish(bucket)
         self._open.close()
 
-    def abort(self) -> bool:
+    def abandon(self) -> bool:
         """Stop the step; return whether it has changed anything."""
         if self._advance is None:
             return False
@@ -225,9 +225,9 @@ class BackwardStepper:
         self._optimizer.notify_change()
 
     def on_failure(self) -> None:
-        """Abort the step in progress."""
+        """Abandon the step in progress."""
         if self._begun:
-            self._torn = self._parts is not None and self._parts.abort()
+            self._torn = self._parts is not None and self._parts.abandon()
             # A later pass may continue unless the step is torn.
             self._clear()
 
@@ -242,7 +242,7 @@ class BackwardStepper:
     def _clear(self) -> None:
         """Make everything ready for the next step: scaler and gradients, too."""
         self._begun, self._parts = False, None
-        self._unscale_and_clip.end()
+        self._unscale_and_clip.update_scale()
         self._optimizer.zero_grad()
 
 

@@ -53,7 +53,7 @@ class UnscaleAndClip:
         """The same as `step`, with the gradients of these parameters only."""
         self.step(_Part(params, update, self._fused))
 
-    def end(self) -> None:
+    def update_scale(self) -> None:
         """Update the scale by the overflows found since the last call."""
         if self._scaled and self._scaler is not None:
             self._scaler.update()

@@ -89,7 +89,7 @@ class Messages:
     def seal(self, last: Action | None = None) -> None:
         """Run an action once everything is posted; nothing is posted after it."""
         if self.thread is not None:
-            self.thread.end(last)
+            self.thread.seal(last)
         elif last is not None:
             last()
 
@@ -97,7 +97,7 @@ class Messages:
         """Wait until everything is on the wire.
 
         Raises:
-            PeerError: something could not be sent; see `lost`.
+            PeerError: something could not be sent; see `find_lost`.
             Exception: a failure on the thread that is an error of this rank.
         """
         try:

@@ -64,7 +64,7 @@ def launch(options: LaunchOptions) -> int:
         ]
         code = Supervisor(ranks, program, options, signals, console, nodes).run()
         waited_for = len(signals)
-        nodes.leave(lambda: len(signals) > waited_for)
+        nodes.close(lambda: len(signals) > waited_for)
     console.close(_CONSOLE_SECONDS if ENDING.keys() & set(signals) else None)
     return code
 

@@ -24,7 +24,7 @@ PAUSE = 1.0
 # which the store counts as lost. Kubernetes needs some of them to start the pod of node 0 again.
 _LOOKS, SILENT_SECONDS = 10, 30.0
 # How long a launcher waits at its end for a store that does not answer.
-_LEAVE_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Nodes:
         silent = f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s"
         return f"{silent}: look at the launcher there"
 
-    def leave(self, should_stop: Callable[[], bool]) -> None:
+    def close(self, should_stop: Callable[[], bool]) -> None:
         """Notify the other nodes that the ranks of this one have ended.
 
         The node that serves the store waits for the others, until `should_stop` returns True.
@@ -86,7 +86,7 @@ class Nodes:
         while self._waits_for_others() and not should_stop():
             time.sleep(0.1)
         self._stop.set()
-        wait([self._talking], _LEAVE_SECONDS)
+        wait([self._talking], _CLOSE_SECONDS)
 
     def _waits_for_others(self) -> bool:
         others = (each for node, each in enumerate(self._beats) if node != self.node)

@@ -50,7 +50,7 @@ class Output:
         if keeps_all:
             self._append(b"")
 
-    def end(self, has_failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Note that the process has ended, and whether it has failed."""
         if has_failed and not self._is_kept:
             self._is_kept, self._logged = True, max(0, self._size() - _KEPT_BYTES)

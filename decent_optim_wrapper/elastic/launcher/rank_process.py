@@ -77,7 +77,7 @@ class RankProcess:
             self.signal(signal.SIGKILL)
         self._process = None
         for output in self._outputs:
-            output.end(has_failed=code != 0)
+            output.close(has_failed=code != 0)
         return code
 
     def signal(self, number: signal.Signals, send: Callable[[int, int], None] = os.killpg) -> None:

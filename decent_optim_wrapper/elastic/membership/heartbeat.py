@@ -134,7 +134,7 @@ class Heartbeat:
         """The text of the last heartbeat of a rank; empty without one."""
         return Beat.parse(self._store.find(beat_key(rank)) or "").text
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Send no more heartbeats."""
         self._stop.set()
 
@@ -145,7 +145,7 @@ class Heartbeat:
         steps does not leave: they may still receive what it has sent.
         """
         self._leaves = True
-        self.stop()
+        self.close()
 
     def _run(self) -> None:
         """Send heartbeats until told to stop, over another connection after each error."""

@@ -83,9 +83,9 @@ class Recovery:
         """Notify a follower whenever the members change, as long as it exists."""
         self._follower = weakref.ref(follower)
         if any(note.summary is not None for note in self.epoch.notes.values()):
-            self._let_follow(follower)
+            self._notify(follower)
 
-    def _let_follow(self, follower: Follower) -> None:
+    def _notify(self, follower: Follower) -> None:
         notes = self.epoch.notes
         newcomers = {rank for rank, note in notes.items() if note.needs_state}
         follower.follow({rank: note.summary for rank, note in notes.items()}, newcomers)
@@ -266,7 +266,7 @@ class Recovery:
             *(self.epoch.members, session.topology),
         )
         if (follower := self._follower()) is not None:
-            self._let_follow(follower)
+            self._notify(follower)
 
 
 def _mirror(call: CollectiveCall, coordinator: Coordinator, rank: int) -> None:

@@ -94,7 +94,7 @@ class Rendezvous:
         self.say, self.leave = self._heartbeat.say, self._heartbeat.leave
         # Return whether a new epoch is due: a member is dead, has lost a peer, or comes back.
         self.is_due = self._heartbeat.is_over
-        weakref.finalize(self, self._heartbeat.stop)
+        weakref.finalize(self, self._heartbeat.close)
 
     @classmethod
     def tell_failure(cls, store: Any, rank: int, error: Exception) -> None:
