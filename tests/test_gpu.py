@@ -212,7 +212,7 @@ def test_a_backward_pass_waits_for_nothing(
         waited: list[set[str]] = []
 
         def look(*_: object) -> None:
-            mixed.append(sum("round.py:_mix" in each.where for each in mode.noted))
+            mixed.append(sum("round.py:_apply" in each.where for each in mode.noted))
             waited.append({each.what for each in mode.noted if each.kind == "order"})
 
         for module in model:
