@@ -65,22 +65,16 @@ class AccumAdam(OptimizerOfGroups):
         maximize: bool = False,
     ) -> None:
         weight_decay = self._weight_decay if weight_decay is None else weight_decay
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in numbers.items():
             if not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {betas}")
         if not isinstance(accum_iter, int) or accum_iter < 1:
             raise ValueError(f"accum_iter must be a whole number above 0, got {accum_iter}")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "accum_iter": accum_iter,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
+        others = {"betas": betas, "accum_iter": accum_iter, "maximize": maximize}
+        super().__init__(params, {**numbers, **others})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -63,20 +63,14 @@ class QGSGD(OptimizerOfGroups):
         *,
         nesterov: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        numbers, decays = {"lr": lr, "weight_decay": weight_decay}, {"momentum": momentum, "mu": mu}
+        for name, value in numbers.items():
             if not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
-        for name, value in (("momentum", momentum), ("mu", mu)):
+        for name, value in decays.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "mu": mu,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {**numbers, **decays, "nesterov": nesterov})
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         beta, lr = group["momentum"], float(group["lr"])
