@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper import checks
 from decent_optim_wrapper.codecs import Codec, codec_of
+from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.schedule import (
     BeforeForward,
     Delayed,
@@ -86,18 +86,19 @@ class Schedule(checks.CheckedFields):
         return Intervals(gossip_every=self.gossip_every, global_avg_every=self.global_avg_every)
 
 
-def default_overlap(extensions: object, model: object, base: Optimizer, announces: bool) -> Overlap:
+def default_overlap(
+    base: Optimizer, model: object, extensions: Extensions, announces: bool
+) -> Overlap:
     """The default of `overlap`: "forward" if it works with these.
 
     Args:
-        extensions: the user's extensions, of which none may wait for all ranks in a forward pass.
-        model: the model, whose modules announce all parameters; None if it is not known.
         base: the optimizer.
+        model: the model, whose modules announce all parameters; None if it is not known.
+        extensions: the extensions, of which none may wait for all ranks in a forward pass.
         announces: whether the modules of the model announce what they read. On a mesh they do not,
             unless a module contains the wrapper.
     """
-    given = extensions if isinstance(extensions, Sequence) else ()
-    meets = any(getattr(each, "collective", False) for each in given)
+    meets = any(each.collective for each in extensions.all)
     if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return True
     return "forward" if announces and {*params_of(base)} <= {*model.parameters()} else True
@@ -105,7 +106,7 @@ def default_overlap(extensions: object, model: object, base: Optimizer, announce
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(checks.CheckedFields):
-    """Further options of `DecentOptimWrapper`; the same on all ranks.
+    """How the ranks of a wrapper gossip; the same on all of them.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -113,13 +114,19 @@ class Settings(checks.CheckedFields):
     """
 
     bucket_cap_mb: Annotated[float | None, checks.optional(checks.positive("MiB"))]
+    """Upper bound of the size of a bucket, in MiB; None chooses it from the size of the model."""
     overlap: Annotated[Overlap, _check_overlap]
+    """When a round is mixed."""
     sync_at_start: Annotated[bool, _flag]
+    """Whether all ranks start with the values of rank 0."""
     comm_dtype: Annotated[torch.dtype | Codec | None, checks.optional(_check_comm_dtype)]
+    """The format in which parameters are sent; None sends them as they are."""
     param_as_bucket_view: Annotated[bool, _flag]
-    timeout: Annotated[timedelta | float | None, checks.converted(read_timeout)]
+    """Whether the parameters become views of the buckets."""
     on_nonfinite: Annotated[OnNonfinite, checks.one_of("raise", "skip", "ignore")]
+    """What happens to parameters that are not finite."""
     schedule: Annotated[Schedule, checks.instance_of("a Schedule", Schedule)]
+    """How often the ranks mix and average, and how far."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,7 +36,7 @@ from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.report import Report, diagnose, measure
-from decent_optim_wrapper.start.build import Inputs, build
+from decent_optim_wrapper.start.build import Builder
 from decent_optim_wrapper.start.error_sharing import ErrorSharing
 from decent_optim_wrapper.start.meeting import Meeting
 from decent_optim_wrapper.start.membership import Elasticity, Membership
@@ -169,21 +169,35 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         _extras: ModuleExtras = WITHOUT_MODULE,
         _sharing: ErrorSharing | None = None,
     ) -> None:
-        # Each record takes the options that are its fields, by name.
-        options = {**locals(), "extras": _extras}
-        sharing = _sharing or ErrorSharing(checks.take_fields(Meeting, options))
+        meeting = Meeting(
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            process_group=process_group,
+            mesh=mesh,
+            gossip_dim=gossip_dim,
+            elastic=elastic,
+            timeout=timeout,
+        )
+        sharing = _sharing or ErrorSharing(meeting)
         with sharing.failing_together():
             checks.check_base(optimizer)
-            inside = _extras.in_backward
-            if overlap is None:
-                announces = mesh is None or inside
-                options["overlap"] = default_overlap(extensions, model, optimizer, announces)
-            options["settings"] = settings = checks.take_fields(Settings, options)
-            checks.check_closures(optimizer, inside or not isinstance(settings.pacing, WithinStep))
             super().__init__(optimizer)
-            options["extensions"] = arrange(extensions, optimizer)
-        self._settings, inputs = settings, checks.take_fields(Inputs, options)
-        coordinator, self._builder = build(sharing, inputs)
+            arranged = arrange(extensions, optimizer)
+            inside = _extras.in_backward
+            default = default_overlap(optimizer, model, arranged, mesh is None or inside)
+            self._settings = settings = Settings(
+                bucket_cap_mb=bucket_cap_mb,
+                overlap=default if overlap is None else overlap,
+                sync_at_start=sync_at_start,
+                comm_dtype=comm_dtype,
+                param_as_bucket_view=param_as_bucket_view,
+                on_nonfinite=on_nonfinite,
+                schedule=schedule,
+            )
+            checks.check_closures(optimizer, inside or not isinstance(settings.pacing, WithinStep))
+        builder = Builder(sharing, settings, optimizer, arranged, topology, model, buffers, _extras)
+        self._builder, coordinator = builder, builder.build()
         self._coordinator, self._rounds = coordinator, coordinator.rounds
         self._local_update = coordinator.local_update
         self._forward_hooks: ForwardHooks | None = None
@@ -256,7 +270,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def recovery(self) -> Membership | None:
         """Continues without lost ranks; None without `elastic`."""
-        return self._builder.membership
+        return self._builder.sharing.membership
 
     @property
     def replica(self) -> Replica:
@@ -639,7 +653,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        group = self._builder.process_group
+        group = self._builder.sharing.process_group
         if group is None or serves(group, CPU):
             return CPU
         return next(param.device for param in self._coordinator.params if param.is_cuda)
@@ -647,7 +661,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group in which Join counts."""
-        return self._builder.process_group
+        return self._builder.sharing.process_group
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:

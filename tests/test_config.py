@@ -75,7 +75,7 @@ def test_a_wrong_field_of_a_record_is_refused(
 # What the wrapper is built from, beside its options.
 OBJECTS = {"optimizer", "topology", "buffers", "model", "extensions"}
 # Checked together with the process group.
-CHECKED_APART = {"process_group", "mesh", "gossip_dim", "timeout"}
+CHECKED_APART = {"process_group", "mesh", "gossip_dim"}
 
 
 def documented(kind: type) -> list[str]:
@@ -133,6 +133,7 @@ LATE: dict[str, Any] = {"schedule": Schedule(gossip_every=4), "overlap": Late(2)
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"schedule": Schedule(mixing_rate=0.5)}, "mixing_rate=0.5"),
     (LATE, {**LATE, "overlap": Late(4)}, "overlap=Late(steps=4)"),
+    ({}, {"timeout": 77}, "timeout=datetime.timedelta(seconds=77)"),
     ({}, {"extensions": [StateAverage()]}, "StateAverage"),
     (TRACKED, {"extensions": [StateGossip("momentum_buffer")]}, "StateGossip('momentum"),
     ({"extensions": [outer(0.5)]}, {"extensions": [outer(1.5)]}, "OuterOptimizer(SGD({'lr': 1.5"),

@@ -47,7 +47,7 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def takeovers(self) -> int:
         """How often this rank has received its state from others."""
-        return 0 if (members := self._builder.membership) is None else members.takeovers
+        return 0 if (members := self._builder.sharing.membership) is None else members.takeovers
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""

@@ -1,10 +1,10 @@
-"""Builds the parts of a wrapper from the constructor's arguments, together with the other ranks."""
+"""Builds the parts of a wrapper together with the other ranks, and compares what they train."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib.metadata import version
 from operator import ne
 from types import NoneType
@@ -45,199 +45,162 @@ from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, in_agreed_
 __version__ = version("decent-optim-wrapper")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The inputs of a wrapper.
-
-    Args:
-        optimizer: the base.
-        extensions: the extensions that take part in rounds.
-        settings: the checked settings.
-        topology: a name or an instance; None for the default.
-        buffers: tensors to average in addition to the parameters; None takes the model's.
-        model: the model of the parameters, needed if they are sharded.
-        extras: the additions of a module that contains the wrapper.
-    """
-
-    optimizer: Optimizer
-    extensions: Extensions
-    settings: Settings
-    topology: str | Topology | None
-    buffers: Iterable[Tensor] | None
-    model: nn.Module | None
-    extras: ModuleExtras
-
-
-def build(sharing: ErrorSharing, inputs: Inputs) -> tuple[Coordinator, Builder]:
-    """Meet the other ranks, compare what they train, and start from the same values; collective.
-
-    Args:
-        sharing: reaches the other ranks.
-        inputs: the inputs of the wrapper.
-
-    Returns:
-        The coordinator, and the object that adds later parameters.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument contradicts another one or does not fit, or the ranks differ.
-    """
-    with sharing.failing_together():
-        check_meeting(sharing.meeting)
-        instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
-        replica = sharing.replica(inputs.model)
-        replica.reshard()
-        settings, extras = inputs.settings, inputs.extras
-        tensors = find_tensors(sharing, inputs.optimizer, inputs.buffers, replica, settings, extras)
-        settle_owners(each.tensor for each in (*tensors.parameters, *tensors.held))
-    with sharing.naming_late_ranks():
-        if (mesh := sharing.meeting.mesh) is not None:
-            # Ranks that gossip along different dimensions would not find each other.
-            check_same(f"gossip_dim={sharing.meeting.gossip_dim!r}, {mesh}", sharing.transports)
-        transport, topology = _find_ranks(sharing, inputs)
-    sharing.meet(topology, settings.schedule.intervals)
-    if membership := sharing.membership:
-        transport = membership.transport
-    with sharing.failing_together():
-        builder = Builder(sharing, inputs, tensors, replica, topology, transport)
-    builder.check(tensors.parameters, transport)
-    replica.connect(named.tensor for named in tensors.parameters)
-    if membership:
-        session = membership.open_session()
-    else:
-        session = Session.connect(transport, topology, settings.schedule.intervals)
-    coordinator = builder.build_coordinator(session)
-    coordinator.local_update.set_members(session.transport.world_size)
-    builder.start_from_same_values(coordinator)
-    add_owner(coordinator)
-    if membership:
-        membership.begin(coordinator, builder.trained)
-    return coordinator, builder
-
-
-def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
-    """The parameters that a model has now, from the first to the last or backwards."""
-    params: list[Tensor] = [*model.parameters()]
-    return params[::-1] if backwards else params
-
-
-def _find_ranks(sharing: ErrorSharing, inputs: Inputs) -> tuple[Transport, Topology]:
-    """Find the ranks, and agree on their topology; collective over a process group.
-
-    Args:
-        sharing: reaches the other ranks.
-        inputs: with the topology.
-    """
-    with sharing.failing_together():
-        # All ranks make the same connections, in the same order, also if one of them fails later.
-        transport, found = sharing.transport, sharing.world
-        own = local_world_size_of(sharing.meeting, found.launched_as or range(found.world_size))
-    # In a store the ranks cannot agree yet: each takes the size of its own node for all.
-    if not sharing.elasticity and (exchange(sharing.transports, [own])[..., 0] != own).any():
-        own = 1
-    with sharing.failing_together():
-        return transport, resolve_topology(inputs.topology, found.world_size, sharing.meeting, own)
-
-
+@dataclass(eq=False)
 class Builder:
-    """Builds the coordinator of ranks that have met, and checks that they train the same model.
+    """Builds the coordinator of a wrapper together with the other ranks, and adds parameters later.
 
     Received data is never unpickled: descriptions are sent as UTF-8 bytes in tensors.
-
-    Args:
-        sharing: reaches the other ranks if this one fails, including the ranks of a mesh.
-        inputs: the inputs of the wrapper.
-        tensors: the tensors of this rank.
-        replica: the ranks that share one copy of the model.
-        topology: the topology of all ranks.
-        transport: connects the ranks that gossip.
     """
 
-    def __init__(
-        self,
-        sharing: ErrorSharing,
-        inputs: Inputs,
-        tensors: Tensors,
-        replica: Replica,
-        topology: Topology,
-        transport: Transport,
-    ) -> None:
-        self._sharing = sharing
-        self._inputs = inputs
-        self._settings = settings = inputs.settings
-        self._tensors = tensors
-        # The user's group; None if the ranks meet in a store.
-        self.process_group = sharing.process_group
-        self.replica = replica
-        self.membership = membership = sharing.membership
-        state = ModelState(tensors.held, inputs.model)
-        extras, mixes_early = inputs.extras, settings.pacing.mixes_early
-        in_backward = extras.in_backward and not (mixes_early and extras.steps_at_end)
-        self._policy = policy = RoundPolicy(
-            pacing=settings.pacing,
-            nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
-            meter=Meter(),
-            extensions=inputs.extensions,
-            in_backward_order=in_backward and mixes_early,
-        )
-        ordered = inputs.model if in_backward or mixes_early else None
-        self._layout = Layout(
+    sharing: ErrorSharing
+    """Reaches the other ranks if this one fails, including the ranks of a mesh."""
+    settings: Settings
+    """How the ranks gossip."""
+    optimizer: Optimizer
+    """The base."""
+    extensions: Extensions
+    """The extensions that take part in rounds."""
+    topology: str | Topology | None
+    """A name or an instance; None for the default."""
+    model: nn.Module | None
+    """The model of the parameters, needed if they are sharded."""
+    buffers: Iterable[Tensor] | None
+    """Tensors to average in addition to the parameters; None takes the model's."""
+    extras: ModuleExtras
+    """What a module that contains the wrapper adds."""
+    _common: Sequence[str] = field(default=(), init=False)
+
+    @cached_property
+    def replica(self) -> Replica:
+        """The ranks that share one copy of the model."""
+        return self.sharing.replica(self.model)
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        options = self.replica, self.settings, self.extras
+        return find_tensors(self.sharing, self.optimizer, self.buffers, *options)
+
+    @cached_property
+    def _in_backward(self) -> bool:
+        """True if buckets are filled in the order of a backward pass."""
+        waits_for_each = self.settings.pacing.mixes_early and self.extras.steps_at_end
+        return self.extras.in_backward and not waits_for_each
+
+    @cached_property
+    def _layout(self) -> Layout:
+        settings, sharing = self.settings, self.sharing
+        ordered = self.model if self._in_backward or settings.pacing.mixes_early else None
+        return Layout(
             cap_mb=settings.bucket_cap_mb,
             # Members that may change exchange tensors of any device over gloo.
-            wire_device=transport.wire_device if membership is None else lambda _: CPU,
+            wire_device=(lambda _: CPU) if sharing.membership else sharing.transport.wire_device,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=tuple if ordered is None else partial(_params_of, ordered, in_backward),
-            copies=replica.copies,
+            order=tuple if ordered is None else partial(_params_of, ordered, self._in_backward),
+            copies=self.replica.copies,
         )
-        # What a rank that comes back receives; the membership needs it.
-        self.trained = Trained(
-            optimizer=inputs.optimizer, state=state, parts=extras.stateful, layout=self._layout
+
+    @cached_property
+    def _trained(self) -> Trained:
+        """What a rank that comes back receives; the membership does not keep it."""
+        state, parts = ModelState(self._tensors.held, self.model), self.extras.stateful
+        return Trained(optimizer=self.optimizer, state=state, parts=parts, layout=self._layout)
+
+    def build(self) -> Coordinator:
+        """Meet the other ranks, compare what they train, and start from equal values; collective.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument contradicts another one or does not fit, or the ranks differ.
+        """
+        sharing, intervals = self.sharing, self.settings.schedule.intervals
+        with sharing.failing_together():
+            check_meeting(sharing.meeting)
+            instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
+            self.replica.reshard()
+            settle_owners(each.tensor for each in (*self._tensors.parameters, *self._tensors.held))
+        with sharing.naming_late_ranks():
+            transport, topology = self._find_ranks()
+        sharing.meet(topology, intervals)
+        if membership := sharing.membership:
+            transport = membership.transport
+        with sharing.failing_together():
+            policy = self._attach(transport.initial_rank)
+            self._common = self._describe(topology)
+        parameters = self._tensors.parameters
+        compare(sharing, transport, self._common, self._lines_of(parameters))
+        self.replica.connect(named.tensor for named in parameters)
+        if membership:
+            session = membership.open_session()
+        else:
+            session = Session.connect(transport, topology, intervals)
+        coordinator = self._connect(session, policy)
+        self._start_from_same_values(coordinator)
+        add_owner(coordinator)
+        if membership:
+            membership.begin(coordinator, self._trained)
+        return coordinator
+
+    def _find_ranks(self) -> tuple[Transport, Topology]:
+        """Find the ranks, and agree on their topology; collective over a process group."""
+        sharing, meeting = self.sharing, self.sharing.meeting
+        if meeting.mesh is not None:
+            # Ranks that gossip along different dimensions would not find each other.
+            check_same(f"gossip_dim={meeting.gossip_dim!r}, {meeting.mesh}", sharing.transports)
+        with sharing.failing_together():
+            # All ranks make the same connections, in the same order, also if one fails later.
+            transport, found = sharing.transport, sharing.world
+            own = local_world_size_of(meeting, found.launched_as or range(found.world_size))
+        # In a store the ranks cannot agree yet: each takes the size of its own node for all.
+        if not sharing.elasticity and (exchange(sharing.transports, [own])[..., 0] != own).any():
+            own = 1
+        with sharing.failing_together():
+            return transport, resolve_topology(self.topology, found.world_size, meeting, own)
+
+    def _attach(self, rank: int) -> RoundPolicy:
+        """Attach the extensions; return what all rounds share."""
+        pacing = self.settings.pacing
+        policy = RoundPolicy(
+            pacing=pacing,
+            nonfinite=NonFinitePolicy.of(self.settings.on_nonfinite),
+            meter=Meter(),
+            extensions=self.extensions,
+            in_backward_order=self._in_backward and pacing.mixes_early,
         )
-        inputs.extensions.attach(
+        self.extensions.attach(
             ExtensionContext(
-                rank=transport.initial_rank,
-                optimizer=inputs.optimizer,
+                rank=rank,
+                optimizer=self.optimizer,
                 layout=self._layout,
-                intervals=settings.schedule.intervals,
-                pacing=policy.pacing,
+                intervals=self.settings.schedule.intervals,
+                pacing=pacing,
                 nonfinite=policy.nonfinite,
                 replica=self.replica,
                 meter=policy.meter,
             )
         )
-        extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
-        # What must be the same on all ranks, also on ranks with other parts of the model.
-        self._common = [
+        return policy
+
+    def _describe(self, topology: Topology) -> list[str]:
+        """What must be the same on all ranks, also on ranks with other parts of the model."""
+        extensions = (e for e in self.extensions.all if e.name or e.sends or e.collective)
+        described = (self.sharing.elasticity, *extensions)
+        return [
             f"decent_optim_wrapper {__version__}, headers of {RoundHeader._fields}",
             f"topology {type(topology).__name__} with schedule {topology.digest}",
-            *settings.lines(),
-            f"optimizer {type(inputs.optimizer).__name__}",
-            *(each.describe() for each in (sharing.elasticity, *extensions) if each is not None),
+            f"timeout={self.sharing.meeting.timeout!r}",
+            *self.settings.lines(),
+            f"optimizer {type(self.optimizer).__name__}",
+            *(each.describe() for each in described if each is not None),
         ]
 
-    def check(self, parameters: Sequence[Named], transport: Transport) -> None:
-        """Compare the settings and all tensors with the other ranks; collective.
-
-        Raises:
-            ValueError: on every rank; names a rank that differs from rank 0, and the first
-                difference.
-        """
-        lines = [*self._common]
-        for each in in_agreed_order([*parameters, *self._tensors.compared], self._layout):
-            # Views exchange their storage in memory order.
-            strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
-            lines.append(f"{each.describe()}{strides}")
-        text, sharing, membership = "\n".join(lines), self._sharing, self.membership
-        if sharing.meeting.mesh is not None:
-            check_same("\n".join(self._common), sharing.transports)
-            with sharing.failing_together():
-                check_same(text, [transport])
-            exchange(sharing.transports, ())
-        elif membership is None or not membership.joins:
-            check_same(text, [transport])
-        if membership:
-            membership.agree(text)
+    def _lines_of(self, parameters: Sequence[Named]) -> list[str]:
+        """What must be the same of each tensor on the ranks that gossip with each other."""
+        named = in_agreed_order([*parameters, *self._tensors.compared], self._layout)
+        if not self._layout.as_view:
+            return [each.describe() for each in named]
+        # Views exchange their storage in memory order.
+        return [f"{each.describe()}, strides {each.tensor.stride()}" for each in named]
 
     def add(self, rounds: Rounds, parameters: Sequence[Named], late: Sequence[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones.
@@ -249,40 +212,41 @@ class Builder:
             ValueError: a parameter cannot be exchanged, the ranks differ, or another rank raised
                 any of these errors.
         """
-        transport, replica = rounds.session.transport, self.replica
-        with self._sharing.failing_together():
-            check_parameters(parameters, (), replica, self._settings)
-        self.check(parameters, transport)
-        replica.connect(named.tensor for named in parameters)
+        transport = rounds.session.transport
+        with self.sharing.failing_together():
+            check_parameters(parameters, (), self.replica, self.settings)
+        compare(self.sharing, transport, self._common, self._lines_of(parameters))
+        self.replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
-        if self._settings.sync_at_start and late:
+        if self.settings.sync_at_start and late:
             self._broadcast(in_agreed_order(late, self._layout), transport)
         self._plan(rounds, parameters)
 
     def _plan(self, rounds: Rounds, named: Sequence[Named]) -> None:
         rounds.set_buckets(extend_plan(rounds.buckets, (n.tensor for n in named), self._layout))
 
-    def build_coordinator(self, session: Session) -> Coordinator:
+    def _connect(self, session: Session, policy: RoundPolicy) -> Coordinator:
         """Build the coordinator, and make the first exchange in each group; collective."""
-        inputs, settings, found = self._inputs, self._settings, self._tensors
+        settings, found, replica = self.settings, self._tensors, self.replica
         tensors = [named.tensor for named in (*found.parameters, *found.averaged)]
         session.transport.extend_watchdog(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
-        local = LocalUpdate(inputs.optimizer, inputs.extensions, session.transport.initial_rank)
-        rounds = Rounds(session, self._policy, settings.schedule.mixing_rate)
-        options = (self._layout.plain, self._policy.nonfinite, self.replica)
-        extra = partial(ModelState(found.averaged, inputs.model).to_average, *options)
-        average = WorldAverage(rounds, self.replica, extra)
-        return Coordinator(rounds, local, average, self.replica, members=self.membership)
+        local = LocalUpdate(self.optimizer, self.extensions, session.transport.initial_rank)
+        local.set_members(session.transport.world_size)
+        rounds = Rounds(session, policy, settings.schedule.mixing_rate)
+        averaged = ModelState(found.averaged, self.model)
+        extra = partial(averaged.to_average, self._layout.plain, policy.nonfinite, replica)
+        average = WorldAverage(rounds, replica, extra)
+        return Coordinator(rounds, local, average, replica, members=self.sharing.membership)
 
-    def start_from_same_values(self, coordinator: Coordinator) -> None:
+    def _start_from_same_values(self, coordinator: Coordinator) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, members, rounds = self._tensors.parameters, self.membership, coordinator.rounds
-        takes = self._settings.sync_at_start and not (members and members.joins)
+        parameters, members = self._tensors.parameters, self.sharing.membership
+        rounds, transport = coordinator.rounds, coordinator.rounds.session.transport
+        takes = self.settings.sync_at_start and not (members and members.joins)
         if takes:
-            transport = rounds.session.transport
-            others = self.trained.state.on_all_ranks(transport)
+            others = self._trained.state.on_all_ranks(transport)
             self._broadcast([*in_agreed_order(parameters, self._layout), *others], transport)
         coordinator.local_update.register(parameters)
         self._plan(rounds, parameters)
@@ -302,7 +266,7 @@ class Builder:
         first, *others = zip(*rows, strict=True)
         ranks = zip(transport.members[1:], others, strict=True)
         by_rank = {rank: row for rank, row in ranks if row != first}
-        has_names = all("param_names" in group for group in self._inputs.optimizer.param_groups)
+        has_names = all("param_names" in group for group in self.optimizer.param_groups)
         moved = [rank for rank, row in by_rank.items() if sorted(row) == sorted(first)]
         if moved and not has_names:
             raise ValueError(
@@ -321,3 +285,35 @@ class Builder:
                 f"random, nothing is lost: call torch.manual_seed(0) on all ranks before the model "
                 f"is built"
             )
+
+
+def compare(
+    sharing: ErrorSharing, transport: Transport, common: Sequence[str], own: Sequence[str]
+) -> None:
+    """Compare what must be the same on all ranks; collective.
+
+    Args:
+        sharing: reaches all ranks, including the ranks of a mesh.
+        transport: connects the ranks that gossip.
+        common: what must be the same also on ranks with other parts of the model.
+        own: what must be the same on the ranks that gossip with each other.
+
+    Raises:
+        ValueError: on every rank; names a rank that differs from rank 0, and the first difference.
+    """
+    membership, text = sharing.membership, "\n".join([*common, *own])
+    if sharing.meeting.mesh is not None:
+        check_same("\n".join(common), sharing.transports)
+        with sharing.failing_together():
+            check_same(text, [transport])
+        exchange(sharing.transports, ())
+    elif membership is None or not membership.joins:
+        check_same(text, [transport])
+    if membership:
+        membership.agree(text)
+
+
+def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
+    """The parameters that a model has now, from the first to the last or backwards."""
+    params: list[Tensor] = [*model.parameters()]
+    return params[::-1] if backwards else params

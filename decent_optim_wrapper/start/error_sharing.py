@@ -101,7 +101,7 @@ class ErrorSharing:
     def _timeout(self) -> timedelta | None:
         with suppress(TypeError, ValueError):
             return read_timeout(self.meeting.timeout)
-        # `Settings` rejects it later; the others are notified with the group's own timeout.
+        # `check_meeting` rejects it later; the others are notified with the group's own timeout.
         return None
 
     def meet(self, topology: Topology, intervals: Intervals) -> None:

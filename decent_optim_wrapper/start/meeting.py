@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh
 
-from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
+from decent_optim_wrapper.checks import check_fields, converted, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import read_timeout
 from decent_optim_wrapper.start.membership import Elasticity, StoreWorld
@@ -44,7 +44,7 @@ class Meeting:
     mesh: DeviceMesh | None = None
     gossip_dim: str | None = None
     elastic: Annotated[Elasticity | None, _elastic] = None
-    timeout: timedelta | float | None = None
+    timeout: Annotated[timedelta | float | None, converted(read_timeout)] = None
 
 
 def check_meeting(meeting: Meeting) -> None:
@@ -94,9 +94,7 @@ def resolve_process_group(meeting: Meeting) -> Any | None:
         group = meeting.mesh.get_group(meeting.gossip_dim)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    if group is None:
-        return None
-    if not isinstance(group, (dist.ProcessGroup, Backend)):
+    if not isinstance(group, (dist.ProcessGroup, Backend, NoneType)):
         raise TypeError(
             f"process_group expects a torch.distributed.ProcessGroup of which this rank is a "
             f"member, or None, got {group!r}"
