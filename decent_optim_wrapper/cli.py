@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for bad arguments, or what `launch` returns.
     """
     args, unknown = _parser().parse_known_args(arguments)
-    # The usage of the command, and not that of all.
+    # The error shows the usage of this command, not of all commands.
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

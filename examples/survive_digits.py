@@ -32,7 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--victims", type=int, nargs="*", default=[0, 2], help="at most two ranks")
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
-    parser.add_argument("--epochs", type=int, default=20, help="their length is that of all ranks")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="each goes over the data of all ranks"
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--lr", type=float, default=0.02, help="at the first step; falls to 0")
     parser.add_argument("--seed", type=int, default=0)

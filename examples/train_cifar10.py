@@ -197,7 +197,7 @@ def autocast(args: argparse.Namespace, world: DistInfo) -> torch.autocast:
 def load_batches(
     data: Dataset, order: list[int], args: argparse.Namespace, drop_last: bool = False
 ) -> DataLoader:
-    # Its own generator, so that the loader does not draw from that of the augmentation: a resumed
+    # Its own generator, so that the loader does not draw from the augmentation's: a resumed
     # run then augments in the same way as one that was never stopped.
     return DataLoader(
         data, args.batch_size, sampler=order, drop_last=drop_last, generator=torch.Generator()

@@ -50,7 +50,7 @@ def train_densely(
     Args:
         worlds: the parameters of every rank.
         steps: how many.
-        overlap: whether a round lands in a later step than that of its launch.
+        overlap: whether a round is mixed in a later step than the one that launches it.
         compute: sets the gradients of a rank in a step.
         update: makes the update of a rank in a step.
         land: mixes what was launched at the end of a step.

@@ -225,7 +225,7 @@ class FakeGroup(dist.ProcessGroup):
         super().__init__(dist.HashStore(), rank, size)  # type: ignore[attr-defined]
         self._mode, self._number, self.kind = mode, number, kind
         self._receives: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        # Those of the backend for GPUs.
+        # The options of the backend for GPUs.
         self.options = SimpleNamespace(_timeout=timedelta(minutes=1))
         # The communicators that the library has made of this group.
         self.made: list[FakeGroup] = []

@@ -77,7 +77,7 @@ class Plain:
         precision: "no", "bf16" or "fp16", in which a backward pass overflows.
         base: makes the optimizer of the model.
         make_scheduler: makes the scheduler of the base.
-        overlap: that of the wrapper.
+        overlap: the option of the wrapper.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Plain:
 
     @property
     def parts(self) -> list[Any]:
-        """What a checkpoint holds."""
+        """What is saved in a checkpoint."""
         return [self.model, self.optimizer, self.scheduler]
 
     def autocast(self) -> torch.autocast:

@@ -141,7 +141,7 @@ class Training:
         group: its process group.
         way: "step", or "backward" for the module. That always overlaps: without, steps are made
             with its buckets.
-        model: that of `make_model` by default.
+        model: the model; None makes one by `make_model`.
         base: makes the optimizer.
         cap_mb: size of a bucket in MiB.
         options: of the wrapper.

@@ -317,7 +317,7 @@ def print_to(path: Path) -> None:
 
 
 def keep_no_idle_threads() -> None:
-    """Let an idle thread of the library end at once, so that `threads_end` waits for busy ones."""
+    """End idle threads of the library at once, so that `threads_end` waits for busy ones."""
     mock.patch("decent_optim_wrapper.comm.background._IDLE_SECONDS", 0.2).start()
 
 

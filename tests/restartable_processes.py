@@ -107,7 +107,7 @@ def train(
     It calls `before` and `after` around every step. With `averages` an average is in place in every
     other round, and kept in every sixth, and a rank that comes back has other frozen values. The
     callback of rank `refuses` raises. The ranks meet in the store that `make_store` makes for a
-    rank, or in that of the launcher.
+    rank, or in the launcher's.
     """
     params, longest = make_params(seed=rank), 0.0
     seen: dict[int, list[float]] = {}
@@ -116,9 +116,9 @@ def train(
     meeting = make_store(rank) if make_store else store
     lives = store.add(f"lives of rank {rank}", 1) if averages else 1
     frozen = torch.nn.Parameter(FROZEN * lives, requires_grad=False)
-    held = [*params, frozen]
+    averaged = [*params, frozen]
     if averages:
-        # The optimizer does not hold it.
+        # The optimizer does not have it.
         options["model"] = torch.nn.ParameterDict({"frozen": frozen})
     optimizer = wrap_elastic(params, rank, world_size, meeting, changes, refuses == rank, **options)
     report("joined", optimizer.round)
@@ -143,7 +143,7 @@ def train(
         if after:
             after(rank, optimizer)
         if averages and optimizer.round % 2 == 0:
-            attempt(lambda: look_at_average(optimizer, held, seen))
+            attempt(lambda: look_at_average(optimizer, averaged, seen))
             seen.setdefault(optimizer.round, []).append(optimizer.consensus_distance())
         if averages and optimizer.round % 6 == 0:
             optimizer.global_avg(may_revert=False)
@@ -250,13 +250,13 @@ class RestartableProcesses(Processes):
             self.wait_for(rank, key)
 
     def finish(self, margin: int = 30) -> None:
-        """Let the ranks end some rounds after the last that one of them has reported."""
+        """Tell the ranks to end some rounds after the last that one of them has reported."""
         self.take_all()
         last = max(max(self._rounds(rank), default=0) for rank in range(self.world_size))
         self.store.set("finish", str(last + margin))
 
     def end(self, *ranks: int, margin: int = 12) -> list[Life]:
-        """Let these ranks, or all, end `train` together; what they have seen and agree on."""
+        """End `train` on these ranks, or on all; return what they have seen and agree on."""
         self.finish(margin)
         lives: list[Life] = self.results(*ranks)
         agree(lives)
@@ -336,7 +336,7 @@ class StoreProcess:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """Return once the process stands still: until then a busy machine lets it go on a little."""
+    """Return once the process stands still: on a busy machine it goes on a little until then."""
     os.kill(pid, number)
     while number is signal.SIGSTOP and not all(
         map(_stands_still, Path(f"/proc/{pid}/task").iterdir())

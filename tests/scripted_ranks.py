@@ -153,7 +153,7 @@ class Trainer(ScriptRunner):
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def resume(self) -> None:
-        """Go on with new parameters and a new wrapper, from what a checkpoint would hold."""
+        """Go on with new parameters and a new wrapper, from the state of a checkpoint."""
         state = copy.deepcopy(self.optimizer.state_dict())
         self.groups = [
             [nn.Parameter(param.detach().clone(), param.requires_grad) for param in group]

@@ -185,7 +185,7 @@ def test_an_error_of_the_user_changes_nothing_or_is_remembered(
 
 
 def overflow(param: Tensor) -> None:
-    """Let its gradients overflow from now on."""
+    """Make its gradients overflow from now on."""
     param.register_hook(lambda grad: grad * torch.inf)  # type: ignore[no-untyped-call]
 
 

@@ -239,7 +239,7 @@ BUSY = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).
 
 @pytest.mark.slow
 def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> None:
-    """As that of a launcher whose store has lost its majority."""
+    """Such as the thread of a launcher whose store has lost its majority."""
     (tmp_path / "script.py").write_text(f"{BUSY}; {MODULE}")
     command = ("script.py", "topologies", "--world-size", "4")
     assert "ring" in run_script(*command, cwd=tmp_path, seconds=40)

@@ -116,7 +116,7 @@ PRINTED = {
     "python train_digits.py --epochs 1 --non-iid --gossip-every 1 4": [
         *("ring, gossip_every=1: test accuracy *, 0.0 MiB sent", "ring, gossip_every=4:*"),
     ],
-    # Before training the loss is that of all 103 characters being as likely, 4.6, or above. In
+    # Before training all 103 characters are equally likely: the loss is 4.6 or above. In
     # pairs each step sends what of the model of 0.26 MiB is on this rank.
     "torchrun train_gpt.py --inner fsdp --forward --width 64 --depth 1 --steps 3 --lr 0.03": [
         *("ring, float32, forward, step 3: validation loss 3.[0-4]*, 0.39 MiB sent", "gpt.png"),

@@ -205,7 +205,7 @@ IN_STEPS = {name: PACES[name] for name in ("each step", "forward")}
 def test_the_mean_stays_once_a_lost_rank_has_come_back(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From what the ranks hold then, each trains on alone, too."""
+    """From their values then, each rank goes on alone, too."""
     dead: set[int] = set()
     alive = heartbeat.Heartbeat.alive
     monkeypatch.setattr(
@@ -222,7 +222,7 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
         nonlocal goal
         trainer = Rank(world, rank, None)
         kept.append(trainer)
-        # A pair is in flight: gloo may hold a rank up that fails in the sum of a group.
+        # A pair is in flight: gloo may delay a rank that fails in the sum of a group.
         trainer.perform(["step"] * 5)
         if rank == 1:
             with pytest.raises(ZeroDivisionError):

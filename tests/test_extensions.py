@@ -124,7 +124,7 @@ tracked = partial(wrap, topology="ring", extensions=[GradientTracking()])
 
 
 def tracked_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
-    """What a checkpoint holds of each parameter."""
+    """What a checkpoint has of each parameter."""
     saved = optimizer.state_dict()["gossip"]["extensions"]["gradient_tracking"]
     rows: list[dict[str, Any]] = saved["params"]
     return rows

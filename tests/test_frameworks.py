@@ -394,7 +394,7 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     with patch.object(Builder, "add", autospec=True, side_effect=Builder.add) as add:
         optimizer.add_param_group({"params": more.parameters()})
     assert len(optimizer.param_groups) == 2
-    assert add.call_count == 1, "what Fabric returns looks like the wrapper, but holds it"
+    assert add.call_count == 1, "what Fabric returns looks like the wrapper, but contains it"
 
     fabric, model, optimizer = start(GOSSIP)
     fabric.load(folder / "saved.pt", {"model": model, "optimizer": optimizer})

@@ -281,7 +281,7 @@ def test_a_model_saved_by_decent_dp_is_loaded_as_the_guide_says() -> None:
     exec(TRAINED, script)
     trained = script["build_model"]()
     holder = nn.Module()
-    holder.add_module("_model", trained)  # As DecentralizedDataParallel holds it.
+    holder.add_module("_model", trained)  # As in DecentralizedDataParallel.
     script["saved"] = holder.state_dict()
     exec(code("a saved model"), script)
     for ours, theirs in zip(script["model"].parameters(), trained.parameters(), strict=True):

@@ -24,8 +24,8 @@ from decent_optim_wrapper.integrations.wrapping import Wrapping
 INF = math.inf
 
 
-class Holding(nn.Module):
-    """A trained trunk, and all else that a model may hold; drawn anew on each rank."""
+class WithState(nn.Module):
+    """A trained trunk, and all else that a model may have; drawn anew on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Holding(nn.Module):
         out: Tensor = self.trunk(inputs)
         return out
 
-    def held(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         named = (*self.named_parameters(), *self.named_buffers())
         return {name: t.detach().clone() for name, t in named if not name.startswith("trunk")}
 
@@ -56,7 +56,9 @@ def trains_trunk(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return sgd([param for name, param in named if name.startswith("trunk")])
 
 
-def start(way: str, model: Holding, group: dist.ProcessGroup, **options: Any) -> DecentOptimWrapper:
+def start(
+    way: str, model: WithState, group: dist.ProcessGroup, **options: Any
+) -> DecentOptimWrapper:
     """Give a model to the wrapper, to the module, or to an integration."""
     if way == "module":
         return wrap_module(model, group, trains_trunk, **options).optimizer
@@ -72,11 +74,11 @@ def start(way: str, model: Holding, group: dist.ProcessGroup, **options: Any) ->
 @pytest.mark.parametrize("way", ["wrapper", "module", "integration"])
 def test_all_tensors_of_a_model_start_as_on_rank_0_without_a_common_seed(way: str) -> None:
     def main(rank: int, group: dist.ProcessGroup, sync: bool) -> bool:
-        model, first = Holding(rank), Holding(0).held()
-        own = model.held()
+        model, first = WithState(rank), WithState(0).state()
+        own = model.state()
         optimizer = start(way, model, group, sync_at_start=sync)
         assert len(optimizer.buckets) >= 2
-        now = model.held()
+        now = model.state()
         expected = first if sync else own
         assert all(torch.equal(now[name], value) for name, value in expected.items())
         return any(torch.equal(own[name], value) for name, value in first.items())
@@ -116,7 +118,7 @@ def test_frozen_parameters_that_drift_apart_are_averaged_as_buffers_are(way: str
     averages = way != "module"
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = Holding(rank)
+        model = WithState(rank)
         if way == "wrapper":
             optimizer = start(way, model, group)
         elif way == "optimizer":
@@ -129,7 +131,7 @@ def test_frozen_parameters_that_drift_apart_are_averaged_as_buffers_are(way: str
         same = model.features.weight.data.fill_(0.1).clone()
         # Many change targets through .data, which counts no version.
         model.moving.data.fill_(float(rank))
-        own = model.held()
+        own = model.state()
         with optimizer.averaged():
             assert model.moving.tolist() == [1.0 if averages else rank] * 5
             assert torch.equal(model.features.weight, same)

@@ -22,7 +22,7 @@ CODEC = Int8Codec()
 
 @contextmanager
 def fused_on_a_cpu() -> Iterator[None]:
-    """Let the compiled functions serve the CPU, for which torch compiles them, too."""
+    """Use the compiled functions on the CPU, for which torch compiles them, too."""
     # Torch would find out by six compilations which vector instructions there are.
     without_vectors = config.patch({"cpp.vec_isa_ok": False})
     with without_vectors, mock.patch.object(fused.FUSED, "serves", return_value=True):

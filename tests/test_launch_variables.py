@@ -167,7 +167,7 @@ def test_too_few_devices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def initialise_without_a_group(monkeypatch: pytest.MonkeyPatch, devices: int) -> list[Any]:
-    """Let this process have that many CUDA devices, and note what is done instead of doing it."""
+    """Pretend that there are this many CUDA devices, and note what is done instead of doing it."""
     calls: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(TORCHRUN))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
@@ -205,7 +205,7 @@ def test_a_process_that_comes_back_to_elastic_ranks_cannot_enter_their_group(
 
 
 def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, int]]:
-    """Also as after a restart, with a store that still holds the addresses of dead processes."""
+    """Also as after a restart, with a store that still has the addresses of dead processes."""
     seen = []
     for restarts, launcher in enumerate(NAMES):
         theirs = variables(launcher, rank, 2, rank, 2, TORCHELASTIC_RESTART_COUNT=str(restarts))

@@ -45,7 +45,7 @@ exec(Path(f"end {rank} {life}").read_text())
 
 
 def end(launcher: Launched, fate: str, *ranks: int, life: int = 0) -> None:
-    """Let ranks of `OBEDIENT` end."""
+    """End ranks of `OBEDIENT`."""
     for rank in ranks:
         launcher.tell(f"end {rank} {life}", fate)
 
@@ -207,7 +207,7 @@ def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
 def test_no_console_stops_restarts_or_signals(is_read: bool, tmp_path: Path) -> None:
     console = partial(to_a_pipe, is_read=is_read)
     with Launched(tmp_path, OBEDIENT, "--backoff", "0.1", launcher=console) as launcher:
-        # More than a pipe holds.
+        # More than fits into a pipe.
         end(launcher, f"print('x' * 200_000, file=sys.stderr); {KILLED}", 0)
         launcher.told("life 0 1")
         launcher.signal(signal.SIGTERM)

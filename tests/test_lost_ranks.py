@@ -43,7 +43,7 @@ FAULTY = 2
 
 
 def break_a_bucket(optimizer: DecentOptimWrapper, rank: int, error: Any = MEMORY) -> None:
-    """Let the packing of the second bucket fail on one rank, always or as a list says."""
+    """Make the packing of the second bucket fail on one rank, always or as a list says."""
     assert len(optimizer.buckets) > 1
     if rank == FAULTY:
         pack = mock.Mock(wraps=optimizer.buckets[1].pack, side_effect=error)

@@ -330,7 +330,7 @@ def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
 
 
 def outer_of(optimizer: DecentOptimWrapper) -> dict[str, Any]:
-    """What a checkpoint holds of the outer optimizer, by the names of the parameters."""
+    """What a checkpoint has of the outer optimizer, by the names of the parameters."""
     state = optimizer.gossip_state_dict()["extensions"]["outer_optimizer"]
     rows: dict[str, Any] = state["params"]
     return rows

@@ -132,7 +132,7 @@ def using(**options: Any) -> Build:
     return lambda mesh, rank: over(mesh, shards(mesh), **options)
 
 
-def holding(make: Callable[[DeviceMesh], list[Tensor]]) -> Build:
+def over_tensors(make: Callable[[DeviceMesh], list[Tensor]]) -> Build:
     return lambda mesh, rank: over(mesh, make(mesh))
 
 
@@ -160,7 +160,8 @@ CASES = {
     "partial on one rank": Case(odd_sums, "model does not have it", one=True),
     "added on one rank": Case(add_on_one_rank, "overlap", one=True),
     "sharded over the gossip": Case(
-        holding(lambda mesh: placed(mesh["gossip"], Shard(0))), "replicas of their own on the ranks"
+        over_tensors(lambda mesh: placed(mesh["gossip"], Shard(0))),
+        "replicas of their own on the ranks",
     ),
     "views": Case(using(param_as_bucket_view=True), "pass param_as_bucket_view=False"),
     "elastic": Case(using(elastic=Elastic()), "elastic expects replicas of one rank each"),
@@ -182,7 +183,7 @@ CASES = {
     "part of the mesh": Case(
         lambda mesh, rank: over(mesh["gossip"], shards(mesh)), "pass the whole mesh"
     ),
-    "shards across the dimensions": Case(holding(diagonal), "pass the whole mesh"),
+    "shards across the dimensions": Case(over_tensors(diagonal), "pass the whole mesh"),
     "added shards": Case(add_shards, "", ""),
     "added shards that the model lacks": Case(
         lambda mesh, rank: add(over(mesh, plain()), shards(mesh)), "model does not have it"
@@ -247,7 +248,7 @@ LAYOUTS_OF_4 = {
 }
 FAILING = 3
 # A rank that stops is noticed by nothing else. No other fault may take until the end of a wait,
-# which is further away than that of the test.
+# which comes after the time limit of the test.
 TIMEOUT, NEVER = 4.0, 600.0
 
 
@@ -354,16 +355,16 @@ def average(spread: Replica, kind: str) -> tuple[str, set[float]]:
         optimizer.synchronize()
         momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
         whole = momenta if kind == "momenta" else spread.model.parameters()
-        held = [local(each).detach() for each in whole]
-        for tensor in held:
+        shards_now = [local(each).detach() for each in whole]
+        for tensor in shards_now:
             tensor.fill_(spread.replica)
         if dist.get_rank() == FAILING:
-            held[0].fill_(torch.nan)
+            shards_now[0].fill_(torch.nan)
         if on_nonfinite == "raise":
             with pytest.raises(NonFiniteError) as caught:
                 optimizer.global_avg(may_revert=False)
     optimizer.global_avg(may_revert=False)
-    return str(caught.value), set().union(*(tensor.flatten().tolist() for tensor in held))
+    return str(caught.value), set().union(*(tensor.flatten().tolist() for tensor in shards_now))
 
 
 @pytest.mark.parametrize("kind", ["momenta", "parameters"])

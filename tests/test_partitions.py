@@ -100,7 +100,7 @@ def test_a_dead_link_costs_one_rank_and_an_attempt_to_connect() -> None:
         for is_last in (False, True):
             failure: Failure = processes.wait_for(2, "result")
             assert dead_link in failure.text
-            # Of a round, and of an attempt of all; that of each pair ends after half of it.
+            # A round and an attempt of all ranks; the attempt of each pair takes half as long.
             assert failure.seconds < 2.5 * timeout + SLACK
             processes.wait_for_members(0, (0, 1))
             # At the start; each time in vain with that rank, and then without it.

@@ -84,7 +84,7 @@ def test_a_process_group_restricts_the_gossip_to_its_ranks(four_ranks: KeptRanks
 
 
 class Saved(Training):
-    """An object that holds a model and its wrapper, as the guide saves it."""
+    """An object with a model and its wrapper, as the guide saves it."""
 
     def values(self) -> list[float]:
         return list(flat(self.model).tolist())

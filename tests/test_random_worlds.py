@@ -104,7 +104,7 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
             torch.testing.assert_close(stack(ranks, index), value, rtol=0, atol=slack)
             square += 2 * value[0].numel() * slack**2
         if "step" not in call:
-            # A distance is that of two values.
+            # A distance is between two values.
             number = pytest.approx(expected.number, rel=0, abs=2 * math.sqrt(square))
             assert [rank.number for rank in ranks] == [number] * world.size
 

@@ -199,8 +199,8 @@ def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> Non
 RETURNED: list[int] = []
 
 
-def come_late_and_hold_the_lock(rank: int, optimizer: DecentOptimWrapper) -> None:
-    """Let rank 1 go ahead; when it is back, keep all threads of Python from running on rank 2."""
+def come_late_and_take_the_lock(rank: int, optimizer: DecentOptimWrapper) -> None:
+    """Wait while rank 1 goes ahead; when it is back, block all threads of Python on rank 2."""
     if rank != 1 and optimizer.round == 5:
         time.sleep(0.3)
     if rank == 2 and len(optimizer.members) == 2:
@@ -220,7 +220,7 @@ def stop_ahead_of_the_others(rank: int, optimizer: DecentOptimWrapper) -> None:
 
 def test_ranks_that_hang_are_missed_and_come_back_at_once_whatever_the_timeout_is() -> None:
     """A collective of gloo may not notice that the others have gone, and go on until then."""
-    everyone, hooks = (0, 1, 2), (come_late_and_hold_the_lock, stop_ahead_of_the_others)
+    everyone, hooks = (0, 1, 2), (come_late_and_take_the_lock, stop_ahead_of_the_others)
     options = {"topology": "complete", "timeout": 10 * LONG, "before": hooks[0], "after": hooks[1]}
     with trained(3, **options) as processes:
         processes.wait_for_members(0, (0, 2))
@@ -228,7 +228,7 @@ def test_ranks_that_hang_are_missed_and_come_back_at_once_whatever_the_timeout_i
         processes.wait_for_members(0, (0, 1))
         processes.wait_for_members(0, everyone)
         lives = processes.end()
-        # Nor does the collective hold up the end.
+        # Nor does the collective delay the end.
         for worker in processes.workers.values():
             worker.join(30)
             assert worker.exitcode == 0
@@ -285,5 +285,5 @@ def test_a_rank_that_comes_back_waits_for_others_delayed_beyond_the_timeout() ->
         assert processes.wait_for(1, "joined") >= 3
         processes.wait_for_members(1, EVERYONE)
         lives = processes.end()
-    # Meanwhile, ranks that are held up for longer than the timeout may have lost each other, too.
+    # Meanwhile, ranks that are delayed for longer than the timeout may have lost each other, too.
     assert lives[0].members == EVERYONE

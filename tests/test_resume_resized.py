@@ -96,7 +96,7 @@ FEATURES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def check_mean(before: list[Found], found: list[Found]) -> None:
-    """Whether all start from the mean, that of the base's state, too, and train apart again."""
+    """Check that all start from the means of parameters and state, and train apart again."""
     mean = torch.stack([each.end for each in before]).mean(0)
     saved = [tree_leaves(each.saved["state"]) for each in before]
     for rank in found:
@@ -231,7 +231,7 @@ def test_the_newest_complete_set_is_loaded_whatever_its_size(tmp_path: Path) -> 
     assert "rank_5_of_6.pt cannot be used: its bytes are not those that were written" in text
     assert "rank_1_of_3.pt'; looking for an older set" in text
     assert "no complete set of 1 ranks" in warned[-1]
-    # Of one step, that of the same size.
+    # Of two sets of one step, the set of the same size is loaded.
     save(tmp_path, 3, 1, 50)
     assert load(tmp_path, 4) == own
 

@@ -390,7 +390,7 @@ def test_a_model_has_no_ddp_over_ranks_that_gossip() -> None:
 
 
 def test_signs_that_differ_between_ranks_start_as_on_rank_0() -> None:
-    """As in projections to random signs, which a model holds beside its parameters."""
+    """As in projections to random signs, which a model has beside its parameters."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()

@@ -274,7 +274,7 @@ def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
 
 
 class Relay:
-    """Listens in the place of a store, and can close its connections, or hold them up for good.
+    """Listens in the place of a store, and can close its connections, or block them for good.
 
     Args:
         port: of the store, on this machine.
@@ -298,7 +298,7 @@ class Relay:
         self._listening.shutdown(socket.SHUT_RDWR)
         self.close()
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Pass nothing more on over the connections that are there, which stay open."""
         self._passing.clear()
 
@@ -334,7 +334,7 @@ def wait_for_heartbeats(server: Store, size: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["close", "hold"])
+@pytest.mark.parametrize("fault", ["close", "block"])
 def test_heartbeats_and_agreements_go_on_over_a_new_connection(fault: str) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay = Relay(server.port)

@@ -164,7 +164,7 @@ def test_a_profile_shows_what_a_step_does() -> None:
 
 
 def reachable(root: object) -> Iterator[object]:
-    """What `root` holds, directly or not."""
+    """The objects to which `root` refers, directly or not."""
     seen: set[int] = set()
     found = [root]
     while found:
@@ -194,7 +194,7 @@ BUFFERS = [
 def test_wire_buffers_stay_within_their_limit(
     topology: str, dtype: torch.dtype, comm: torch.dtype | None, views: bool, limit: float
 ) -> None:
-    """Counts the bytes of every tensor that the rounds hold, beyond the parameters."""
+    """Counts the bytes of every tensor of the rounds, beyond the parameters."""
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[float, float, float]:
         params = [torch.zeros(50_000, dtype=dtype, requires_grad=True) for _ in range(4)]
@@ -205,8 +205,8 @@ def test_wire_buffers_stay_within_their_limit(
         def beyond() -> float:
             tensors = [each for each in reachable(optimizer) if isinstance(each, Tensor)]
             storages = [tensor.untyped_storage() for tensor in tensors]
-            held = {storage.data_ptr(): storage.nbytes() for storage in storages}
-            others = sum(nbytes for address, nbytes in held.items() if address not in own)
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            others = sum(nbytes for address, nbytes in sizes.items() if address not in own)
             return others / sum(param.nbytes for param in params)
 
         for _ in range(3):

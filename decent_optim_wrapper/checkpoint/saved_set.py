@@ -132,7 +132,7 @@ class SavedSet(NamedTuple):
 
     @property
     def is_replaced(self) -> bool:
-        """True if its marker is now that of another set."""
+        """True if another set has replaced its marker."""
         marker = self.folder / next(iter(self.digests)).marker
         return marker.is_file() and marker.read_bytes() != str(self).encode()
 

@@ -88,7 +88,7 @@ def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
     except (TimeoutError, DistError) as error:
         raise PeerError(
             f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
-            f"the process that holds it"
+            f"the process that serves it"
         ) from error
 
 

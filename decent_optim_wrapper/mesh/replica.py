@@ -144,7 +144,7 @@ class Replica:
     def reshard(self) -> None:
         """Make modules read the values that were written into their shards.
 
-        After a forward pass without gradients a module may still hold gathered parameters, and
+        After a forward pass without gradients a module may still have gathered parameters, and
         would continue to use them.
         """
         for module in self._fsdp_modules:

@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds."""
+"""The local parts of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: the shard of a DTensor, all of another tensor.
+    """The local part of a tensor: this rank's shard of a DTensor, all of another tensor.
 
     Look at it again each time: FSDP may put another shard in its place.
     """
@@ -21,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def largest_shard_bytes(tensor: Tensor) -> int:
-    """Bytes of the largest part that any rank holds: the same on all of them.
+    """Bytes of the largest local part of a tensor on any rank, the same on all ranks.
 
     Along a dimension, torch gives each rank the size divided by their number and rounded up, until
     nothing is left.

@@ -199,7 +199,7 @@ def _split_group(n: int, rank: int, phase: int) -> Group:
 
     The blocks V_0, V_1, ... have descending powers of two as sizes. First every block averages
     itself on an XOR hypercube. Then, for each block V_s except the last, every rank of the later
-    blocks mixes with a different rank of V_s. The weights are such that the later blocks then hold
+    blocks mixes with a different rank of V_s. The weights are such that the later blocks then have
     the average of V_s and themselves. The other ranks of V_s form pairs. Blocks that have had their
     turn average themselves once more.
     """

@@ -91,7 +91,7 @@ class Bucket:
         tensors: the members, of one device and dtype.
         layout: the device and dtype in which they are exchanged.
         rate: how far a round mixes them: x <- x + rate * (W x - x).
-        dtype: the real dtype of the flat vector; None takes that of the members.
+        dtype: the real dtype of the flat vector; None takes the members' dtype.
     """
 
     def __init__(
@@ -432,6 +432,6 @@ def copies_of(values: Sequence[tuple[Bucket, Flat]]) -> dict[Tensor, Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, as reals; it shares the tensor's memory."""
+    """The local part of a tensor as reals; it shares the memory of the tensor."""
     tensor = local(tensor).detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

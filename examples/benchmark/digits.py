@@ -111,7 +111,7 @@ def spread(hits: Sequence[float]) -> str:
     return f"{100 * statistics.mean(hits):.1f} % ({100 * min(hits):.1f} to {100 * max(hits):.1f})"
 
 
-# Trains a setting with a number of ranks, at that of some learning rates that is best.
+# Trains a setting on a number of ranks, with the best of some learning rates.
 Search = Callable[[Row, int, Sequence[float]], Ends]
 
 

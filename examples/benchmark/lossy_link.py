@@ -94,7 +94,7 @@ def compare(args: argparse.Namespace) -> None:
     with netlab.lab(2, args.rate) as where, ExitStack() as relays:
         for i, host in enumerate(where.hosts):
             relays.callback(netlab.lose(where, i, args.loss, args.delay, args.seed + i).kill)
-            # Linux's usual congestion control, whatever that of this machine is.
+            # Linux's usual congestion control, whatever this machine uses.
             route = f"{netlab.address(1 - i)}/32 dev {_DEVICE} src {netlab.address(i)}"
             command = f"ip -n {host} route change {route} congctl cubic"
             subprocess.run(command.split(), check=True)

@@ -209,7 +209,7 @@ class Host(NamedTuple):
 
     Args:
         address: its address.
-        space: its network namespace; empty for that of the launcher.
+        space: its network namespace; empty for the launcher's.
         interface: its network device.
     """
 

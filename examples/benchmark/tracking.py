@@ -3,8 +3,8 @@
     python examples/benchmark/tracking.py
 
 Trains the digits with a learning rate that falls linearly to 0. Each row is the final test accuracy
-of the averaged model (mean and range over the seeds), at that of four learning rates which is best
-for the first seed, and the MiB that a rank has sent. The ranks are threads of one process. The
+of the averaged model (mean and range over the seeds), with the one of four learning rates that is
+best for the first seed, and the MiB that a rank has sent. The ranks are threads of one process. The
 defaults are 420 runs; one with 8 ranks takes about 20 s of CPU time.
 """
 

@@ -28,7 +28,7 @@ class Output:
 
     Args:
         rank: its rank.
-        stream: `STDOUT` or `STDERR`, that of the launcher to which its lines are written.
+        stream: `STDOUT` or `STDERR`: the launcher's stream to which its lines are written.
         log: the file in which it is kept.
         keeps_all: whether all of it is kept; otherwise the end, of a process that fails.
         say: prints a line of the launcher, each text once.

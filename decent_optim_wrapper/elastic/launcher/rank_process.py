@@ -23,7 +23,7 @@ class RankProcess:
         local_rank: its number on this node.
         program: what it runs.
         folder: where its output is kept.
-        keeps_all: whether all of it is kept, or only the end of that of processes that fail.
+        keeps_all: whether all of it is kept; otherwise only the end, of a process that fails.
         console: where its output is copied to.
     """
 
