@@ -555,8 +555,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Return the base's state dict with one more key for the gossip; does not communicate.
 
         Every rank must save its own state dict together with its own parameters. With
-        `AsItArrives` call `synchronize()` on all ranks first. The state dict has no
-        round in flight, and without one the mean over the ranks would move.
+        `AsItArrives` call `synchronize()` on all ranks first: the state dict has no round in
+        flight, and without one the mean over the ranks would move.
         """
         self._coordinator.commit_or_roll_back()
         gossip = saved_state.gossip_state(self._coordinator)
@@ -577,8 +577,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 with which training continues at round 0.
 
         Raises:
-            RuntimeError: with `AsItArrives`, a round is in flight that other ranks may
-                not have launched yet; call `synchronize()` on all ranks first.
+            RuntimeError: with `AsItArrives`, a round is in flight that other ranks may not have
+                launched yet.
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
