@@ -61,7 +61,7 @@ def dealt(state: State, epochs: int) -> Counter[int]:
         for step in range(max(end, begins.get(rank, 0)), dealing.pass_end(end))
         for sample in dealing.samples(step, rank)
     )
-    return Counter(dict.fromkeys(range(dealing.rules.length), epochs + 1)) - left
+    return Counter(dict.fromkeys(range(dealing.sampling.length), epochs + 1)) - left
 
 
 @pytest.mark.slow

@@ -142,8 +142,8 @@ class Round:
             self._post(each, {})
 
     def _post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor]) -> None:
-        keeps = self._context.needs_snapshot
-        is_empty = not bucket.numel or (self._context.group.size == 1 and not keeps)
+        needs_snapshot = self._context.needs_snapshot
+        is_empty = not bucket.numel or (self._context.group.size == 1 and not needs_snapshot)
         if is_empty or self.messages.failure:
             return
         meter = self._policy.meter
@@ -155,7 +155,7 @@ class Round:
             early = self._policy.pacing.mixes_early
             is_own = bucket in self.unmixed
             must_stay = bucket.is_sent_in_place or (early and is_own and not bucket.is_sharded)
-            if not keeps and (must_stay or (is_own and exchange.allow_changes())):
+            if not needs_snapshot and (must_stay or (is_own and exchange.allow_changes())):
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)

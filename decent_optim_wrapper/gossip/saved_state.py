@@ -16,7 +16,7 @@ from decent_optim_wrapper.gossip.rounds import PendingResume
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
-from decent_optim_wrapper.wire.references import SavedReference, referring
+from decent_optim_wrapper.wire.references import SavedReference, with_references
 
 # The key of the state of the gossip in a state dict, beside the base's.
 GOSSIP_KEY = "gossip"
@@ -46,7 +46,7 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
         # The states of another rank are reset by the next step() on all ranks.
         saved_by = [None] * len(own) if pending.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
-    if params := _referring(coordinator):
+    if params := _with_references(coordinator):
         session = rounds.session
         state["references"] = session.references.state(params, session.transport.members)
     if plan := saved_plan(rounds.buckets, coordinator.params):
@@ -79,7 +79,7 @@ def named_state(coordinator: Coordinator) -> dict[str, Any]:
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
         return dict(zip(coordinator.replica.names_of(params), rows, strict=True))
 
-    return _rearranged(state, named, coordinator.params, _referring(coordinator))
+    return _rearranged(state, named, coordinator.params, _with_references(coordinator))
 
 
 def _by_position(coordinator: Coordinator, named: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _by_position(coordinator: Coordinator, named: dict[str, Any]) -> dict[str, A
 
     unused = () if named["in_flight"] else ("launch_snapshot",)
     used = {key: value for key, value in named.items() if key not in unused}
-    return _rearranged(used, in_order, coordinator.params, _referring(coordinator))
+    return _rearranged(used, in_order, coordinator.params, _with_references(coordinator))
 
 
 def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -272,21 +272,21 @@ def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor
     return found
 
 
-def _referring(coordinator: Coordinator) -> list[Tensor]:
+def _with_references(coordinator: Coordinator) -> list[Tensor]:
     """The parameters whose references a checkpoint contains.
 
     Ranks that do not mix in the same step may have mixed other rounds, so all references start
     again from zero.
     """
     rounds = coordinator.rounds
-    keeps = rounds.policy.pacing.synchronous and rounds.session.references.keeps
-    members = referring(rounds.buckets) if keeps else ()
+    are_saved = rounds.policy.pacing.synchronous and rounds.session.references.are_used
+    members = with_references(rounds.buckets) if are_saved else ()
     return [param for param in coordinator.params if param in members]
 
 
 def _read_references(coordinator: Coordinator, saved: dict[str, Any]) -> dict[str, SavedReference]:
     """The references by group; empty if there are none in the state or on this rank."""
-    params = _referring(coordinator)
+    params = _with_references(coordinator)
     found = {}
     for group, reference in saved.get("references", {}).items() if params else ():
         kept = reference["values"]

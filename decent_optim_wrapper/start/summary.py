@@ -42,7 +42,7 @@ def log_summary(rounds: Rounds, gossip_every: int) -> None:
 def warn_of_rounding(settings: Settings, session: Session) -> None:
     """Warn, on one rank, where `comm_dtype` rounds the parameters themselves."""
     uses_reference = settings.codec is not None and settings.codec.uses_reference
-    if uses_reference and not session.references.keeps and session.transport.initial_rank == 0:
+    if uses_reference and not session.references.are_used and session.transport.initial_rank == 0:
         warn(
             f"with comm_dtype={settings.comm_dtype}, {session.topology!r} has more than "
             f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "

@@ -153,10 +153,10 @@ class Exchange:
         """The mean of the values that `present` ranks have sent."""
         raise NotImplementedError
 
-    def _replace(self, keeps: Tensor, values: Tensor) -> None:
+    def _replace(self, kept: Tensor, values: Tensor) -> None:
         """Put received values in place of the mixed ones, unless a GPU says to keep these."""
         mixed = self._bucket.pack(self._bucket.on_device.flat(self._bucket.dtype))
-        torch.where(keeps, mixed.data, values, out=mixed.data)
+        torch.where(kept, mixed.data, values, out=mixed.data)
         self._bucket.unpack_(mixed)
 
     def allow_changes(self) -> bool:

@@ -38,20 +38,20 @@ class GroupReference:
 
     Args:
         size: number of its ranks.
-        keeps: whether there are any; otherwise the values themselves are coded.
+        is_used: whether there are any; otherwise the values themselves are coded.
         coded_rounds: number of coded rounds.
     """
 
-    def __init__(self, size: int, keeps: bool, coded_rounds: int = 0) -> None:
+    def __init__(self, size: int, is_used: bool, coded_rounds: int = 0) -> None:
         self._size = size
-        self._keeps = keeps
+        self._is_used = is_used
         # Ranks with different numbers would decode wrong values.
         self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
-        if not (self._keeps and uses_reference(bucket, self._size)):
+        if not (self._is_used and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
             self._vectors[bucket] = bucket.on_device.new(wide(bucket.dtype)).data.zero_()
@@ -109,11 +109,11 @@ class References:
 
     def __init__(self, topology: Topology, rank: int) -> None:
         # If any rank has more groups than that, no rank has references.
-        self.keeps = topology.period <= MOST_REFERENCES or all(
+        self.are_used = topology.period <= MOST_REFERENCES or all(
             len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
         )
         groups = _groups(topology, rank)
-        self.groups = {ranks: GroupReference(len(ranks), self.keeps) for ranks in groups}
+        self.groups = {ranks: GroupReference(len(ranks), self.are_used) for ranks in groups}
 
     @torch.no_grad()
     def state(self, params: Sequence[Tensor], members: Sequence[int]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class References:
         for ranks in self.groups:
             found = saved.get(_name(ranks, members), SavedReference(0, {}))
             values = {param: as_real(value) for param, value in found.values.items()}
-            group = GroupReference(len(ranks), self.keeps, found.coded_rounds)
+            group = GroupReference(len(ranks), self.are_used, found.coded_rounds)
             group.fill(buckets, values)
             self.groups[ranks] = group
 
@@ -180,7 +180,7 @@ def uses_reference(bucket: Bucket, size: int) -> bool:
     return codec is not None and codec.uses_reference and bucket.may_use_reference
 
 
-def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
+def with_references(buckets: Iterable[Bucket]) -> set[Tensor]:
     """The parameters that have references."""
     coded = [b for b in buckets if uses_reference(b, 2) or uses_reference(b, 3)]
     return {member for bucket in coded for member in bucket.members}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Samples = NDArray[np.int64]
 
 
-class Rules(NamedTuple):
+class Sampling(NamedTuple):
     """The arguments of a sampler; the same on all ranks.
 
     Args:
@@ -74,7 +74,7 @@ class Deal:
     """A pool of samples, dealt to the members from one step to another.
 
     Args:
-        rules: batch sizes and the like.
+        sampling: batch sizes and the like.
         epoch: the epoch of these samples.
         start: the first step that is dealt to all members that were there before.
         starts: the first step of each member, by rank in ascending order. A rank that comes may
@@ -85,7 +85,7 @@ class Deal:
             deal before follows them. None for a new epoch.
     """
 
-    rules: Rules
+    sampling: Sampling
     epoch: int
     start: int
     starts: Mapping[int, int]
@@ -108,14 +108,14 @@ class Deal:
         members = len(self.starts)
         # Early batches leave enough of a small pool for a step of all members.
         most = self.length // (self._early(self._full) + members)
-        return max(1, min(most, self.rules.total(members) // members))
+        return max(1, min(most, self.sampling.total(members) // members))
 
     @cached_property
     def size(self) -> int:
         """The number of samples in the pool, with some of the next epoch if it has too few."""
         # No batch may be empty.
         least = self._early(self._full)
-        if self.length > least and not self.rules.drop_last:
+        if self.length > least and not self.sampling.drop_last:
             least += len(self.starts)
         return max(self.length, least)
 
@@ -128,9 +128,9 @@ class Deal:
     def end(self) -> int:
         """The step after the last."""
         rest = self.size - self.dealt(self._full)
-        steps, left = divmod(rest, self.rules.total(len(self.starts)))
+        steps, left = divmod(rest, self.sampling.total(len(self.starts)))
         # Too few samples for another step are added to the last one.
-        if left and not self.rules.drop_last and (left >= len(self.starts) or steps == 0):
+        if left and not self.sampling.drop_last and (left >= len(self.starts) or steps == 0):
             steps += 1
         return self._full + steps
 
@@ -139,9 +139,9 @@ class Deal:
         early = self._share * self._early(min(step, self._full))
         if step <= self._full:
             return early
-        if step == self.end and not self.rules.drop_last:
+        if step == self.end and not self.sampling.drop_last:
             return self.size
-        return early + (step - self._full) * self.rules.total(len(self.starts))
+        return early + (step - self._full) * self.sampling.total(len(self.starts))
 
     def place(self, step: int, rank: int) -> slice:
         """The slice of the pool that is the batch of a rank."""
@@ -155,21 +155,21 @@ class Dealing:
     """All deals so far.
 
     Args:
-        rules: the fields of `Rules`.
+        sampling: the fields of `Sampling`.
         first: the members of the first deal.
         changes: the fields of each `Change` since then.
     """
 
     def __init__(
-        self, rules: Sequence[Any], first: Sequence[int], changes: Sequence[Sequence[Any]] = ()
+        self, sampling: Sequence[Any], first: Sequence[int], changes: Sequence[Sequence[Any]] = ()
     ) -> None:
-        self.rules = Rules(*rules)
+        self.sampling = Sampling(*sampling)
         self._first = first
         self.changes: list[Change] = []
         # The first step that was dealt again by the last change.
         self.start = 0
-        starts, length = dict.fromkeys(first, 0), self.rules.length
-        self._deals = [Deal(rules=self.rules, epoch=0, start=0, starts=starts, length=length)]
+        starts, length = dict.fromkeys(first, 0), self.sampling.length
+        self._deals = [Deal(sampling=self.sampling, epoch=0, start=0, starts=starts, length=length)]
         # For each member, the number of changes when it came, and its first step.
         self._came = dict.fromkeys(first, (0, 0))
         self._pool = lru_cache(3)(self._make_pool)
@@ -179,7 +179,7 @@ class Dealing:
     @property
     def packed(self) -> list[Any]:
         """The arguments that make the same dealing, as lists, for JSON and checkpoints."""
-        return [[*self.rules], [*self._first], [[*change] for change in self.changes]]
+        return [[*self.sampling], [*self._first], [[*change] for change in self.changes]]
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -250,11 +250,11 @@ class Dealing:
         while (last := self._deals[-1]).end < step:
             self._deals.append(
                 Deal(
-                    rules=self.rules,
+                    sampling=self.sampling,
                     epoch=last.epoch + 1,
                     start=last.end,
                     starts=dict.fromkeys(last.starts, last.end),
-                    length=max(0, self.rules.length - last.taken),
+                    length=max(0, self.sampling.length - last.taken),
                 )
             )
 
@@ -268,12 +268,12 @@ class Dealing:
     def _make_pool(self, index: int) -> Samples:
         deal = self._deals[index]
         if deal.lost is None:
-            parts = [self.rules.permutation(deal.epoch)[self.rules.length - deal.length :]]
+            parts = [self.sampling.permutation(deal.epoch)[self.sampling.length - deal.length :]]
         else:
             rest = self._pool(index - 1)[self._deals[index - 1].dealt(deal.start) :]
             parts = [*(self._pool(i)[place] for i, place in deal.lost), rest]
         if deal.taken > deal.borrowed:
-            parts.append(self.rules.permutation(deal.epoch + 1)[deal.borrowed : deal.taken])
+            parts.append(self.sampling.permutation(deal.epoch + 1)[deal.borrowed : deal.taken])
         return np.concatenate(parts)
 
 

@@ -10,7 +10,7 @@ import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
-from decent_optim_wrapper.elastic.data.dealing import Change, Dealing, Rules, Summary, agree
+from decent_optim_wrapper.elastic.data.dealing import Change, Dealing, Sampling, Summary, agree
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -57,11 +57,11 @@ class ElasticSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         length = data if isinstance(data, int) else len(data)
-        rules = Rules(length, batch_size, total_batch, seed, shuffle, drop_last)
+        sampling = Sampling(length, batch_size, total_batch, seed, shuffle, drop_last)
         self._rank = optimizer.rank
-        _check(rules, optimizer)
+        _check(sampling, optimizer)
         self._optimizer = optimizer
-        self._dealing = Dealing(rules, optimizer.members)
+        self._dealing = Dealing(sampling, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
         self._done = self._fetched = 0
         # By their steps, the batches with which this rank came back, and which it uses first.
@@ -159,11 +159,11 @@ class ElasticSampler(Sampler[list[int]]):
         self._say()
 
     def _check_dealing(self, packed: Any, whose: str) -> None:
-        rules, own = Rules(*packed[0]), self._dealing.rules
-        if rules != own:
+        sampling, own = Sampling(*packed[0]), self._dealing.sampling
+        if sampling != own:
             raise ValueError(
                 f"rank {self._rank}: expected {whose} to have {own}, as the sampler here, got "
-                f"{rules}; pass the same data, seed and sizes on every rank"
+                f"{sampling}; pass the same data, seed and sizes on every rank"
             )
 
     def summary(self, heard: Mapping[int, str]) -> Any:
@@ -215,11 +215,11 @@ class ElasticSampler(Sampler[list[int]]):
             recovery.say(f"{len(self._dealing.changes)} {self._done}")
 
 
-def _check(rules: Rules, optimizer: DecentOptimWrapper) -> None:
-    ranks, sizes = optimizer.world_size, (rules.batch_size, rules.total_batch)
-    least = rules.total(ranks) if rules.drop_last else ranks
-    if sizes.count(None) != 1 or rules.total(ranks) < ranks or rules.length < least:
+def _check(sampling: Sampling, optimizer: DecentOptimWrapper) -> None:
+    ranks, sizes = optimizer.world_size, (sampling.batch_size, sampling.total_batch)
+    least = sampling.total(ranks) if sampling.drop_last else ranks
+    if sizes.count(None) != 1 or sampling.total(ranks) < ranks or sampling.length < least:
         raise ValueError(
             f"rank {optimizer.rank}: expected either batch_size or total_batch, and a sample for "
-            f"each of {ranks} ranks in every step, got {rules}"
+            f"each of {ranks} ranks in every step, got {sampling}"
         )
