@@ -100,9 +100,7 @@ class Arrival:
     """
 
     def __init__(
-        self,
-        expected: Sequence[Expected],
-        further: Callable[[], Sequence[Expected]] | None = None,
+        self, expected: Sequence[Expected], further: Callable[[], Sequence[Expected]] | None = None
     ) -> None:
         # The thread does not hold the arrival: an error would keep alive all that it refers to.
         self._begun: list[Expected] = []

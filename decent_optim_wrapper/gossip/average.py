@@ -29,10 +29,7 @@ class WorldAverage:
     """
 
     def __init__(
-        self,
-        rounds: Rounds,
-        replica: Replica,
-        extra: Callable[[Transport], Averaged],
+        self, rounds: Rounds, replica: Replica, extra: Callable[[Transport], Averaged]
     ) -> None:
         self._rounds = rounds
         self._replica = replica

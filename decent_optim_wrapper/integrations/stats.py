@@ -30,11 +30,7 @@ def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dic
 
 
 def log_stats(
-    optimizer: DecentOptimWrapper,
-    writer: Any,
-    step: int | None = None,
-    *,
-    distance: bool = True,
+    optimizer: DecentOptimWrapper, writer: Any, step: int | None = None, *, distance: bool = True
 ) -> None:
     """Write `gossip_stats` to an experiment tracker; collective.
 

@@ -130,11 +130,7 @@ class Hierarchical(Topology):
     condition = "more than one node (world_size / local_world_size)"
 
     def __init__(
-        self,
-        world_size: int,
-        local_world_size: int = 1,
-        *,
-        inner: str | Topology = "hypercuboid",
+        self, world_size: int, local_world_size: int = 1, *, inner: str | Topology = "hypercuboid"
     ) -> None:
         self._inner = inner
         super().__init__(world_size, local_world_size)
