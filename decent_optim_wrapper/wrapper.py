@@ -41,7 +41,7 @@ from decent_optim_wrapper.start.error_sharing import ErrorSharing
 from decent_optim_wrapper.start.meeting import Meeting
 from decent_optim_wrapper.start.membership import Elasticity, Membership
 from decent_optim_wrapper.start.summary import log_summary, log_waits
-from decent_optim_wrapper.start.tensors import WITHOUT_MODULE, ModuleExtras
+from decent_optim_wrapper.start.tensors import ModuleExtras
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
@@ -166,7 +166,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         gossip_dim: str | None = None,
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
-        _extras: ModuleExtras = WITHOUT_MODULE,
+        _extras: ModuleExtras = ModuleExtras(),
         _sharing: ErrorSharing | None = None,
     ) -> None:
         meeting = Meeting(

@@ -75,7 +75,7 @@ def test_a_wrong_field_of_a_record_is_refused(
 # What the wrapper is built from, beside its options.
 OBJECTS = {"optimizer", "topology", "buffers", "model", "extensions"}
 # Checked together with the process group.
-CHECKED_APART = {"process_group", "mesh", "gossip_dim"}
+CHECKED_APART = {"process_group", "gossip_dim"}
 
 
 def documented(kind: type) -> list[str]:

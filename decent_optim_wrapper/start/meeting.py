@@ -22,6 +22,7 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 
 _WHOLE = "a whole number or None"
+_mesh = instance_of("a torch.distributed.DeviceMesh or None", DeviceMesh, NoneType)
 _elastic = instance_of("an Elastic or None", Elasticity, NoneType)
 _INITIALISE = (
     "call decent_optim_wrapper.utils.init_distributed() or torch.distributed.init_process_group() "
@@ -37,14 +38,22 @@ class Meeting:
     """
 
     rank: Annotated[int | None, optional(whole(0, _WHOLE))] = None
+    """This rank; None takes the rank in the process group."""
     world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
-    # 0 is what torch.cuda.device_count() returns without a GPU: not known.
+    """Number of ranks; None takes the size of the process group."""
     local_world_size: Annotated[int | None, optional(whole(0, _WHOLE))] = None
+    """Ranks per node; None or 0, which `torch.cuda.device_count()` returns without a GPU, takes it
+    from the launcher."""
     process_group: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
+    """The ranks that gossip; None takes the default group."""
+    mesh: Annotated[DeviceMesh | None, _mesh] = None
+    """All ranks, if a replica is spread over several of them."""
     gossip_dim: str | None = None
+    """The dimension of the mesh along which replicas gossip."""
     elastic: Annotated[Elasticity | None, _elastic] = None
+    """How to continue without a lost rank; None raises an error."""
     timeout: Annotated[timedelta | float | None, converted(read_timeout)] = None
+    """How long to wait for a peer; None takes the timeout of the process group."""
 
 
 def check_meeting(meeting: Meeting) -> None:
@@ -60,8 +69,6 @@ def check_meeting(meeting: Meeting) -> None:
         if name is not None:
             raise ValueError(f"gossip_dim={name!r} expects a mesh; pass mesh=DeviceMesh, too")
         return
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh expects a torch.distributed.DeviceMesh or None, got {mesh!r}")
     if meeting.process_group is not None:
         raise ValueError(
             "mesh and process_group both say who gossips; pass mesh and gossip_dim alone, or "

@@ -49,9 +49,6 @@ class ModuleExtras:
     """Whether averages include what the model contains besides the parameters of the optimizer."""
 
 
-WITHOUT_MODULE = ModuleExtras()
-
-
 class Tensors(NamedTuple):
     """The tensors of a wrapper on this rank.
 
