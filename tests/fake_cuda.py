@@ -46,7 +46,7 @@ _FREE = re.compile("prim::|view|detach|alias|slice|select|split|unbind|expand|em
 
 @cache
 def _is_known(path: str) -> bool:
-    """Whether it is a file of the library, or of torch's optimizers."""
+    """Return whether it is a file of the library, or of torch's optimizers."""
     return path.startswith(_PACKAGE) or "/torch/optim/" in path
 
 
@@ -86,7 +86,7 @@ class Noted(NamedTuple):
 
 
 def is_cuda(value: object) -> bool:
-    """Whether it is a fake tensor on a GPU."""
+    """Return whether it is a fake tensor on a GPU."""
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 

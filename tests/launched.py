@@ -134,7 +134,7 @@ def children(pid: int) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process has not ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

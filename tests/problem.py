@@ -141,7 +141,7 @@ def of_guide() -> dict[str, Any]:
     return names
 
 
-class Held(nn.Module):
+class OneParameter(nn.Module):
     """A parameter that is read when this is called."""
 
     def __init__(self, param: Tensor) -> None:

@@ -250,7 +250,7 @@ def _serve(_: int, pipe: Connection) -> None:
 
 
 def launcher_store() -> TCPStore:
-    """Held by the launcher, as by torchrun's agent: no port to guess, none to lose."""
+    """The store of a launcher, as of torchrun's agent: no port to guess, none to lose."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -322,7 +322,7 @@ def keep_no_idle_threads() -> None:
 
 
 def threads_end(seconds: float) -> bool:
-    """Whether all threads of the library in this process end within that time."""
+    """Return whether all threads of the library in this process end within that time."""
     deadline = time.monotonic() + seconds
     while any(each.name.startswith("decent-") for each in threading.enumerate()):
         if time.monotonic() > deadline:

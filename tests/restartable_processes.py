@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 
 # Seconds that a rank sleeps after a step. The rounds that are made until the launcher acts leave
-# the cores to other tests, and are no more than a launcher that is held up can be late for.
+# the cores to other tests, and are no more than a launcher on a busy machine can be late for.
 STEP = 0.02
 # The same for `train`: fewer steps in the same time leave more of the cores.
 PAUSE = 0.05
@@ -185,7 +185,7 @@ def look_at_average(
 
 
 def agree(lives: list[Life]) -> None:
-    """Whether all of them have ended together, and have seen all changes of the members."""
+    """Check that all have ended together, and have seen all changes of the members."""
     rows = torch.tensor([life.params for life in lives], dtype=torch.float64)
     assert rows.isfinite().all()
     torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=0, atol=1e-12)

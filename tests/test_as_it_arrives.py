@@ -81,7 +81,7 @@ class Walk:
 def check_that_the_mean_stays(
     results: Iterable[tuple[Tensor, Tensor]], moved: float = 1e-3
 ) -> None:
-    """Of each rank where it is, and where it would be without the others, at least so far away."""
+    """Compare the mean with that without gossip, from which each rank is at least so far away."""
     ours, alone = (torch.stack(rows) for rows in zip(*results, strict=True))
     torch.testing.assert_close(ours.mean(0), alone.mean(0), rtol=0, atol=1e-12)
     assert (ours - alone).abs().max() >= moved

@@ -223,13 +223,13 @@ def test_an_overflow_skips_its_bucket_or_all_at_the_end_and_halves_the_scale_onc
     module = make_model(dtype=torch.float32)
     model = wrap(module, None, scaler=scaler, update_in_backward=in_backward)
     overflow(module.get_parameter("4.bias"))
-    held = [[*map(Tensor.clone, bucket.members)] for bucket in model.optimizer.buckets]
+    values = [[*map(Tensor.clone, bucket.members)] for bucket in model.optimizer.buckets]
     backward(scaler.scale(loss_of(model, 0, 0)))
     assert model.optimizer.stats().skipped
     assert scaler.get_scale() == 4.0
     moved = [
         not any(map(torch.equal, bucket.members, before))
-        for bucket, before in zip(model.optimizer.buckets, held, strict=True)
+        for bucket, before in zip(model.optimizer.buckets, values, strict=True)
     ]
     assert moved == [False, *[in_backward is None] * (len(moved) - 1)]
 

@@ -490,7 +490,7 @@ def test_weights_that_are_swapped_in_flight_are_refused(how: str, views: bool) -
 
 
 def test_an_export_finds_whole_rounds_and_the_training_goes_on() -> None:
-    """Of one rank only: it computes with fake tensors, which must not be mixed in."""
+    """Only one rank exports: it computes with fake tensors, which must not be mixed in."""
 
     # While it exports, torch would call every thread a compiler's.
     alone = threading.Barrier(2, timeout=PATIENCE)

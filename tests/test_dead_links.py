@@ -116,7 +116,7 @@ def test_a_link_is_dead_if_all_attempts_fail_and_one_end_leaves(
 
 
 def test_a_rank_stays_unless_the_other_end_says_so_too() -> None:
-    """Nor if the other end does not come, or if the members must meet again."""
+    """It stays if the other end does not come, or if the members must meet again, too."""
     store, own = HashStore(), ["3/missing/1"]
     assert try_links(store, [1], any_link, limit=timedelta(seconds=0.2)) == [""]
     assert try_links(store, [1], any_link, is_over=True) == [""]

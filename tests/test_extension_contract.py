@@ -15,7 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering_arrays import VIEWS, pairwise
-from problem import Held, adamw, flatten, make_params, nesterov, of_guide, sgd, take_steps, wrap
+from problem import (
+    OneParameter,
+    adamw,
+    flatten,
+    make_params,
+    nesterov,
+    of_guide,
+    sgd,
+    take_steps,
+    wrap,
+)
 from ranks import run_threads
 from scripted_ranks import LR, Seen, Spec, Trainer, World, arguments, perform, stack
 from torch import Tensor, nn
@@ -87,7 +97,7 @@ class Rank(Trainer):
     def make(self, index: int) -> nn.Parameter:
         made = super().make(index)
         if self.model is not None:
-            self.model.append(Held(made))
+            self.model.append(OneParameter(made))
         return made
 
     def step(self, lr: float = LR) -> float:
@@ -102,7 +112,7 @@ class Rank(Trainer):
         return super().base()
 
     def wrap(self, **options: Any) -> DecentOptimWrapper:
-        self.model = nn.Sequential(*map(Held, self.params))
+        self.model = nn.Sequential(*map(OneParameter, self.params))
         if self.world.options.get("overlap") == "forward":
             options["model"] = self.model
         if "elastic" in self.world.options:

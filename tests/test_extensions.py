@@ -136,7 +136,7 @@ def sums(rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
 
 
 def check_that_the_sums_agree(results: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Of y and of the means, which differ on each rank."""
+    """Compare the sums of y and of the means, which differ on each rank."""
     y, means = (sum(result[k] for result in results) for k in range(2))
     torch.testing.assert_close(y, means, rtol=0, atol=1e-12)
     assert all((own - mean).abs().max() > 1e-4 for own, mean in results)

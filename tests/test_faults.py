@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering_arrays import OVERLAP, named, pairwise
-from problem import Held, backward, flatten, make_params, wrap
+from problem import OneParameter, backward, flatten, make_params, wrap
 from ranks import keep_no_idle_threads, run_processes, threads_end
 from torch import nn
 
@@ -36,7 +36,7 @@ CASES = [
         named("step", "synchronize", "global_avg"),
     ),
     # A forked process ends without `atexit`.
-    ("end held", "ring", True, None, "step"),
+    ("end kept", "ring", True, None, "step"),
     # Each takes the timeout.
     ("stop mid-round", "ring", True, None, "step"),
     ("stop mid-round", "ring", False, torch.int8, "synchronize"),
@@ -45,7 +45,7 @@ CASES = [
 
 
 # A wrapper that nothing drops before the process ends.
-HELD: list[object] = []
+KEPT: list[object] = []
 
 
 class Outcome(NamedTuple):
@@ -83,7 +83,7 @@ def survive(
     """Train until a peer is lost; the faulty rank fails at its FAULTY_STEP, before a call of it."""
     keep_no_idle_threads()
     dist.init_process_group("gloo")
-    model = nn.Sequential(*map(Held, make_params()))
+    model = nn.Sequential(*map(OneParameter, make_params()))
     params = list(model.parameters())
     optimizer = wrap(
         params,
@@ -104,8 +104,8 @@ def survive(
     for step in range(100):
         fails = rank == FAULTY and step == FAULTY_STEP
         if fails and "end" in fault:
-            if fault == "end held":
-                HELD.append(optimizer)
+            if fault == "end kept":
+                KEPT.append(optimizer)
             return None
         start, expected = time.monotonic(), flatten(params)
         try:

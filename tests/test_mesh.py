@@ -178,7 +178,7 @@ def make_scaler() -> torch.amp.GradScaler:
 
 
 def scale(spread: Replica) -> DecentOptimWrapper:
-    """Of a pipeline, whose plain tensors may be views of their buckets."""
+    """Train a pipeline, whose plain tensors may be views of their buckets."""
     optimizer, scaler = spread.wrap(sgd, param_as_bucket_view=True), make_scaler()
     for step in range(STEPS):
         spread.backward(step, scaler)
@@ -311,7 +311,7 @@ def send(replica: Replica, dtype: torch.dtype | None) -> tuple[int, dict[str, An
 
 
 def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the replicas, each of which has a parameter on equally many ranks."""
+    """The mean over replicas, each of which has a parameter on equally many ranks."""
     names = set().union(*parts)
     return {name: np.mean([part[name] for part in parts if name in part], 0) for name in names}
 

@@ -205,7 +205,7 @@ def outcome(build: Build, mesh: DeviceMesh, rank: int) -> tuple[str, str]:
 
 
 def moved(mesh: DeviceMesh) -> bool:
-    """Whether a correct wrapper is built after it on the same groups, and gossips."""
+    """Return whether a correct wrapper is built after it on the same groups, and gossips."""
     params = plain()
     optimizer = over(mesh, params)
     for param in params:

@@ -83,7 +83,7 @@ def accum_by_formula(
     """What the definition makes of it, and its counts of windows and of gradients in the last."""
     m = v = torch.zeros_like(x)
     windows = 0
-    held: list[Tensor] = []
+    window: list[Tensor] = []
     for grad, size in zip(grads, sizes, strict=True):
         g = grad if decoupled else grad + DECAY * x
         m_hat = (BETA1 * m + (1 - BETA1) * g) / (1 - BETA1 ** (windows + 1))
@@ -91,13 +91,13 @@ def accum_by_formula(
         if decoupled:
             x = x - LR * DECAY * x
         x = x - LR * m_hat / (v_hat.sqrt() + EPS)
-        held.append(g)
-        if len(held) >= size:
-            b = torch.stack(held).mean(0)
+        window.append(g)
+        if len(window) >= size:
+            b = torch.stack(window).mean(0)
             m = BETA1 * m + (1 - BETA1) * b
             v = BETA2 * v + (1 - BETA2) * b * b
-            windows, held = windows + 1, []
-    return x, windows, len(held)
+            windows, window = windows + 1, []
+    return x, windows, len(window)
 
 
 def reals(tensor: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def check_loss_of_the_store(processes: RestartableProcesses, rank: int, timeout:
 
 
 def test_a_rank_that_is_cut_off_raises_and_others_go_on_over_a_slow_store() -> None:
-    """Of all, or only of the store. Two of three go on, and then one of two: at least half."""
+    """It reaches nobody, or not the store. Two of three go on, then one of two: at least half."""
     with training(timeout=3.0) as (where, processes):
         netlab.slow_down(where, STORE, "50kbit")
         netlab.cut(where, 1)

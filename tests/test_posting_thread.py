@@ -230,16 +230,16 @@ def test_a_drop_waits_for_the_action_that_has_begun_but_for_no_gpu_and_runs_no_o
 ) -> None:
     done, began, opened = list[int](), threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def block() -> None:
         began.set()
         assert opened.wait(60)
 
     def act() -> None:
         if not on_a_gpu:
-            hold()
+            block()
         done.append(0)
 
-    monkeypatch.setattr(streams, "mark", lambda device: SimpleNamespace(synchronize=hold))
+    monkeypatch.setattr(streams, "mark", lambda device: SimpleNamespace(synchronize=block))
     posting = PostingThread()
     posting.add(act, torch.device("cpu") if on_a_gpu else None)
     posting.add(lambda: done.append(1))

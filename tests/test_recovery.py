@@ -124,7 +124,7 @@ def test_an_early_loss_takes_nobody_with_it_and_errors_name_ranks_as_at_the_star
 
 
 def die_before_an_average(rank: int, optimizer: DecentOptimWrapper) -> None:
-    """Of what the ranks have to mix, nothing is in flight: the average notices the loss."""
+    """Die with no round in flight: the average notices the loss."""
     if optimizer.round == 4 and len(optimizer.members) == 4:
         optimizer.synchronize()
         if rank == 1:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering_arrays import VIEWS, named, pairwise
-from problem import Held, adamw, flatten, make_params, nesterov, take_steps, wrap
+from problem import OneParameter, adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -35,12 +35,12 @@ def start(
 
 def grown(is_grown: bool = True) -> nn.Sequential:
     """A model of parameters that are read one after the other; what is added comes first."""
-    model = nn.Sequential(*map(Held, make_params(dtype=torch.float32)))
+    model = nn.Sequential(*map(OneParameter, make_params(dtype=torch.float32)))
     return grow(model) if is_grown else model
 
 
 def grow(model: nn.Sequential) -> nn.Sequential:
-    return model.insert(0, nn.Sequential(*map(Held, make_params(1, dtype=torch.float32))))
+    return model.insert(0, nn.Sequential(*map(OneParameter, make_params(1, dtype=torch.float32))))
 
 
 def train_model(
@@ -209,7 +209,7 @@ def load_what_does_not_fit(optimizer: DecentOptimWrapper, state: dict[str, Any],
 
 
 def test_a_state_that_is_refused_changes_nothing() -> None:
-    """Of the gossip, or of the base, which does not notice before it has taken over the groups."""
+    """The state of the gossip, or of the base, which notices only when it has taken the groups."""
 
     def main(rank: int, group: dist.ProcessGroup, loads: bool) -> Tensor:
         params = make_params()

@@ -40,7 +40,7 @@ def topology_of(size: int) -> str:
 
 
 class Found(NamedTuple):
-    """Of a rank: the parameters and the state after loading, and those at the end."""
+    """The parameters and the state of a rank after loading, and its parameters at the end."""
 
     loaded: Tensor
     state: dict[str, Any]
@@ -256,7 +256,7 @@ def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Pa
 
 
 def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path: Path) -> None:
-    """Of three ranks 1 was lost: the files are from ranks 0 and 2."""
+    """Rank 1 of three was lost: the files are from ranks 0 and 2."""
     save(tmp_path, 3, 1, 10)
     write(tmp_path, 2, 2, {0: of_model([1.0]), 2: of_model([4.0])})
     assert load(tmp_path, 2) == [(2, 2, 2.5)] * 2

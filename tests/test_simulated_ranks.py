@@ -136,7 +136,7 @@ class OneBucket:
 
 
 def some_gradients() -> list[Tensor]:
-    """Of three steps, each of shape (1, ranks, parameters)."""
+    """The gradients of three steps, each of shape (1, ranks, parameters)."""
     generator = torch.Generator().manual_seed(SEED)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32)
     common, own = (draw(3, 1, ranks, GPT.parameters) for ranks in (1, RANKS))

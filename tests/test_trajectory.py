@@ -82,7 +82,7 @@ class Plan(NamedTuple):
         return {"schedule": schedule, "overlap": pacing, "extensions": extensions}
 
     def kind(self, step: int) -> str:
-        """Of the round that is launched at the end of a step."""
+        """The kind of the round that is launched at the end of a step."""
         if self.global_avg_every and (step + 1) % self.global_avg_every == 0:
             return "average"
         return "idle" if (step + 1) % self.gossip_every else "gossip"
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
         return due_matrix(topology, *every, self.mixing_rate(step), step)
 
     def in_flight(self, step: int) -> bool:
-        """Whether a round is in flight during the updates of a step."""
+        """Return whether a round is in flight during the updates of a step."""
         under_way = range(max(0, step - self.staleness + 1), step)
         return any(self.kind(launch) != "idle" for launch in under_way)
 
@@ -214,7 +214,7 @@ def row_of(base: Optimizer, params: Sequence[Tensor]) -> Tensor:
 
 
 class Tracking:
-    """Of all ranks at once: a row for each."""
+    """The tracking of all ranks at once: a row for each."""
 
     def __init__(self, bases: Sequence[Optimizer], zeros: Tensor) -> None:
         # Optimizers with a mean of gradients read ours in place of it.
@@ -227,14 +227,14 @@ class Tracking:
 
     def correct(self, rank: int, params: Sequence[Tensor], step: int, in_flight: bool) -> None:
         """A base reads g + c, or y = m + c, which is what is sent."""
-        held = [param.grad for param in params if param.grad is not None]
-        grads = flatten(held)
+        present = [param.grad for param in params if param.grad is not None]
+        grads = flatten(present)
         if not in_flight:
             self.counts[rank] += 1
             weight = max(0.1, self.replaces / self.counts[rank])
             self.means[rank] += weight * (grads - self.means[rank])
         own = self.means[rank] if self.replaces else grads
-        put([held], (own + self.corrections[rank]).unsqueeze(0))
+        put([present], (own + self.corrections[rank]).unsqueeze(0))
         self.sent[step] = self.means + self.corrections
 
     def mix(self, matrix: Tensor, step: int) -> None:

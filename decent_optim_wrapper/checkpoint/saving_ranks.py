@@ -74,7 +74,7 @@ class SavingRanks:
         """
         future = in_background(action)
         try:
-            # Of every rank: 0 while it runs, then 1, or 2 if it has failed.
+            # The state of every rank: 0 while it runs, then 1, or 2 if it has failed.
             states: list[tuple[int, ...]] = [(0,)]
             while (0,) in states:
                 with suppress(TimeoutError):

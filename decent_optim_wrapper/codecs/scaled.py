@@ -51,7 +51,7 @@ class ScaledCodec(Codec):
 
     def is_finite(self, message: Tensor) -> Tensor:
         """Return whether all blocks are finite; one that is not has a scale that is not."""
-        # Of the largest code: a scale that was rounded up may be finite, and its values infinite.
+        # A scale that was rounded up may be finite, and the value of the largest code infinite.
         return is_finite_on_device(self._split(message)[1] * self.largest)
 
     def write(self, message: Tensor, place: slice, values: Tensor) -> None:

@@ -113,7 +113,7 @@ class OuterOptimizer(Extension):
         self._add_new()
         for param in params:
             if param not in self._started and bool(local(param).isfinite().all()):
-                # Of a DTensor only the local tensor has data of its own.
+                # A DTensor has no data of its own, only its local tensor has.
                 local(self._anchors[param]).data = local(param).detach().clone()
                 self._started.add(param)
 

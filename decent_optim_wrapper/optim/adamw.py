@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
         members: n of the groups whose `ranks` is None; None if no wrapper has set it.
     """
 
-    # Of the class, since torch copies and pickles no other attributes than the defaults.
+    # An attribute of the class, since torch copies and pickles only the defaults of an instance.
     members: int | None = None
 
     def __init__(

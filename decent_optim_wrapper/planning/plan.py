@@ -23,7 +23,7 @@ from decent_optim_wrapper.report import table
 from decent_optim_wrapper.topo import Group
 
 _FORWARD = 1 / 3
-# Of TCP, IP and Ethernet.
+# The share of the headers of TCP, IP and Ethernet.
 _HEADERS = 1.04
 _BUCKETS = 16
 _BUCKET_OF_DDP = 25 << 20

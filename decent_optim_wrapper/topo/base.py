@@ -249,7 +249,7 @@ class Topology:
         """The groups of `rank`, phase by phase."""
         groups = tuple(self.group_of(rank, phase) for phase in range(self.period))
         for phase, group in enumerate(groups):
-            # Of a formula, which the constructor does not check in a large world.
+            # The constructor does not check a formula in a large world.
             for member in {group.ranks[0], group.ranks[-1]}:
                 if (other := self.group_of(member, phase)) != group:
                     raise _twice(f"phase {phase}", member, group, other)

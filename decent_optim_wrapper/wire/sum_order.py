@@ -51,5 +51,5 @@ class SumOrder:
         self.first = summed
 
 
-# Of groups that do not agree on another one.
+# The order of groups that do not agree on another one.
 GIVEN_ORDER = SumOrder()

@@ -147,10 +147,10 @@ def measure(method: str, parameters: int, returns: bool) -> Memory:
     for _ in range(WARM_UP):
         step(inputs)
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    held, now = private() - before, resident("VmRSS")
+    between, now = private() - before, resident("VmRSS")
     for _ in range(STEPS):
         step(inputs)
-    return Memory(between=held, peak=held + resident("VmHWM") - now)
+    return Memory(between=between, peak=between + resident("VmHWM") - now)
 
 
 def run(method: str, parameters: int, returns: bool) -> Memory:

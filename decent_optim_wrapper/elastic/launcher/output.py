@@ -40,7 +40,7 @@ class Output:
         self._rank, self._stream, self._log, self._say = rank, stream, log, say
         # Whether it goes to the log, in a folder of this mode.
         self._is_kept, self._mode = keeps_all, 0o777 if keeps_all else 0o700
-        # To which the process writes.
+        # The file to which the process writes.
         self.file = os.fdopen(os.memfd_create(f"output of rank {rank}"), "rb")
         # How much of it is in the log, on the console, and forgotten.
         self._logged = self._shown = self._forgotten = 0

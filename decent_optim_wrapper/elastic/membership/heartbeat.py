@@ -49,7 +49,7 @@ class Heartbeat:
         self._life = 0
         self._process = process_name(os.getpid())
         self._sent = ""
-        # Of an epoch without others, before the first one.
+        # Before the first epoch, the watch of one without other members.
         self._watch = EpochWatch(0, rank, [rank], self._looks)
         # The text that is sent with each heartbeat.
         self._text = ""
