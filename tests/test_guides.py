@@ -7,6 +7,7 @@ cannot run here is fenced as ``python no-run: <reason>``.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import os
 import re
@@ -27,6 +28,7 @@ from forked import forked_python
 from ranks import run_processes, run_script, run_script_on_ranks
 from torch import Tensor, nn
 
+from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.elastic.launcher.options import add_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -336,3 +338,15 @@ def test_links_lead_somewhere_and_a_block_is_run_or_says_why_not(page: Path) -> 
 def test_every_guide_is_linked_from_the_readme() -> None:
     links = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(prose(PAGES[0]))}
     assert {*PAGES[1:], FOLDER / "reference" / "README.md"} <= links
+
+
+def test_the_table_of_defaults_names_options_and_the_functions_that_decide_them() -> None:
+    row = re.compile(r"^\| (`.*) \| (`.*`) in `([\w/]+\.py)`", re.MULTILINE)
+    rows = row.findall(prose(FOLDER / "how_it_works.md"))
+    assert len(rows) >= 6
+    for options, functions, path in rows:
+        names = {*re.findall(r"`(\w+)`", options)}
+        assert names <= {*inspect.signature(DecentOptimWrapper).parameters}
+        source = (ROOT / "decent_optim_wrapper" / path).read_text(encoding="utf-8")
+        for name in re.findall(r"(\w+)`", functions):
+            assert f"def {name}(" in source, (name, path)
