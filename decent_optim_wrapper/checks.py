@@ -27,13 +27,19 @@ Params = ParamSpec("Params")
 
 
 def known_options(init: Callable[Params, None]) -> Callable[Params, None]:
-    """Decorate a constructor: its error names the option that was meant if one is misspelt."""
+    """Decorate a constructor: its error names the option that was meant if one is misspelt.
+
+    Arguments that begin with an underscore are not in its signature: only this package passes them.
+    """
+    signature = inspect.signature(init)
+    public = [each for name, each in signature.parameters.items() if not name.startswith("_")]
 
     @wraps(init)
     def checked(*args: Params.args, **options: Params.kwargs) -> None:
         check_options(options, init)
         init(*args, **options)
 
+    checked.__signature__ = signature.replace(parameters=public)  # type: ignore[attr-defined]
     return checked
 
 
