@@ -29,7 +29,7 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling
 from decent_optim_wrapper.gossip.saved_state import GOSSIP_KEY
-from decent_optim_wrapper.gossip.schedule import Pacing, WithinStep
+from decent_optim_wrapper.gossip.schedule import Pacing
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import KEPT_STEPS, StepStats
 from decent_optim_wrapper.mesh.replica import Replica
@@ -169,6 +169,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         _extras: ModuleExtras = ModuleExtras(),
         _sharing: ErrorSharing | None = None,
     ) -> None:
+        # Not checked yet: by it, an error in all that follows is sent to the other ranks.
         meeting = Meeting(
             rank=rank,
             world_size=world_size,
@@ -184,8 +185,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             checks.check_base(optimizer)
             super().__init__(optimizer)
             arranged = arrange(extensions, optimizer)
-            inside = _extras.in_backward
-            default = default_overlap(optimizer, model, arranged, mesh is None or inside)
+            announces = mesh is None or _extras.in_backward
+            default = default_overlap(optimizer, model, arranged, announces)
             self._settings = settings = Settings(
                 bucket_cap_mb=bucket_cap_mb,
                 overlap=default if overlap is None else overlap,
@@ -195,7 +196,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 on_nonfinite=on_nonfinite,
                 schedule=schedule,
             )
-            checks.check_closures(optimizer, inside or not isinstance(settings.pacing, WithinStep))
         builder = Builder(sharing, settings, optimizer, arranged, topology, model, buffers, _extras)
         self._builder, coordinator = builder, builder.build()
         self._coordinator, self._rounds = coordinator, coordinator.rounds

@@ -12,7 +12,7 @@ from types import NoneType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.checks import instance_of
+from decent_optim_wrapper.checks import check_closures, instance_of
 from decent_optim_wrapper.comm.process_groups import CPU
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings
@@ -23,6 +23,7 @@ from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.round import RoundPolicy
 from decent_optim_wrapper.gossip.rounds import Rounds
+from decent_optim_wrapper.gossip.schedule import WithinStep
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
@@ -68,6 +69,7 @@ class Builder:
     """Tensors to average in addition to the parameters; None takes the model's."""
     extras: ModuleExtras
     """What a module that contains the wrapper adds."""
+    # What all ranks must have in common, which is known once they have met.
     _common: Sequence[str] = field(default=(), init=False)
 
     @cached_property
@@ -116,6 +118,8 @@ class Builder:
         sharing, intervals = self.sharing, self.settings.schedule.intervals
         with sharing.failing_together():
             check_meeting(sharing.meeting)
+            in_step = isinstance(self.settings.pacing, WithinStep)
+            check_closures(self.optimizer, self.extras.in_backward or not in_step)
             instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
             self.replica.reshard()
             settle_owners(each.tensor for each in (*self._tensors.parameters, *self._tensors.held))
