@@ -12,7 +12,6 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -42,13 +41,6 @@ class _Context(ForkServerContext):
 
 
 PROCESSES = _Context()
-# What tests and examples import: it takes eight seconds, and a fork of it less than a tenth of one.
-IMPORTED_ONCE = (
-    *("torch._dynamo", "torch.distributed.checkpoint", "decent_optim_wrapper"),
-    *("sklearn.datasets", "torchvision", "tqdm", "meshes", "modules", "restartable_processes"),
-    # Of the standard library, by the first connection.
-    *("encodings.idna", "stringprep"),
-)
 # The attributes of what connects this process to the server.
 _CLIENT = vars(vars(forkserver)["_forkserver"])
 
@@ -59,9 +51,7 @@ def start_server() -> None:
     if _CLIENT["_forkserver_address"] is not None:
         _CLIENT["ensure_running"] = lambda: None
         return
-    # The tests, too: each rank would import its own for a tenth of a second.
-    tests = [path.stem for path in Path(__file__).parent.glob("test_*.py")]
-    PROCESSES.set_forkserver_preload([*IMPORTED_ONCE, *tests, "huge_pages"])
+    PROCESSES.set_forkserver_preload(["preloaded"])
     # Where it finds them; Python 3.11 does not tell it.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
@@ -87,9 +77,6 @@ def _run(stdin: Connection, stdout: Connection, code: str) -> None:
         os.dup2(connection.fileno(), stream)
         connection.close()
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    # pytest imports the tests itself, to show what an assertion compares.
-    for name in [name for name in sys.modules if name.startswith("test_")]:
-        del sys.modules[name]
     main = sys.modules["__main__"] = ModuleType("__main__")
     exec(code, vars(main))
 
