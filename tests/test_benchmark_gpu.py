@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gpu
@@ -48,7 +49,8 @@ def test_it_runs_on_the_cpu_and_says_what_it_cannot_measure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = ["gpu.py", "--device", "cpu", "--size-mib", "1", "--steps", "1"]
-    with mock.patch("sys.argv", small), mock.patch.object(gpu, "LAYERS", 8):
+    tiny: dict[str, Any] = {"LAYERS": 8, "TRAJECTORY_MIB": 0.01, "CAP_MB": 0.0025}
+    with mock.patch("sys.argv", small), mock.patch.multiple(gpu, **tiny):
         assert gpu.main() == 0
     out = capsys.readouterr().out
     rows = [line[2:-2].split(" | ") for line in out.splitlines() if line.startswith("| gloo")]
