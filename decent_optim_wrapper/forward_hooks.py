@@ -111,7 +111,7 @@ class ForwardHooks:
 
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
-        # Without a look at the module: its code would be compiled anew for each layer.
+        # Without a look at the module: its code would be compiled again for each layer.
         if torch.compiler.is_compiling():
             self._announce_in_compiled_code()
             return

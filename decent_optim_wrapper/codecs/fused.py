@@ -1,6 +1,6 @@
 """The 8-bit codec on a GPU: one kernel that codes a vector, and one that decodes it.
 
-Operation by operation, each would start some ten kernels, which read and write all values anew.
+Operation by operation, each would start some ten kernels, which each read and write all values.
 Torch compiles the functions below, if it can for this GPU.
 """
 

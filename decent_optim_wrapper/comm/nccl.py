@@ -122,7 +122,7 @@ def exchange(
         outgoing: the tensor to send.
         incoming: the tensor to overwrite.
         peer: the position of the peer.
-        fail: called with an error after which the peer would wait in vain.
+        fail: called with an error after which the peer would wait for ever.
     """
     is_half = False
     try:

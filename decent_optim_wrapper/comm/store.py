@@ -34,7 +34,7 @@ _LEAST_SECONDS = 1.5
 _LEAST_SECONDS_TO_CONNECT = 12.0
 # After how long a constructor that waits for other ranks says so; longer than most imports take.
 WARN_AFTER_SECONDS = 60.0
-# How long torch tries to connect anew, and the pause before.
+# How long torch tries to connect again, and the pause before.
 _RECONNECT, _PAUSE = timedelta(seconds=3), 0.1
 
 

@@ -82,9 +82,9 @@ class Transport(Connections):
     def begin_on(self, sizes: Mapping[torch.device, int]) -> None:
         """Make the first exchange of every group on GPUs that have made none; collective.
 
-        NCCL connects ranks in their first exchange, and for a large one perhaps anew. Among running
-        kernels, of which some wait for other ranks, that may never end (NVIDIA/nccl#195, #239); and
-        a first exchange between some ranks of a communicator only is undefined.
+        NCCL connects ranks in their first exchange, and perhaps again in a large one. Among running
+        kernels, some of which wait for other ranks, that may never end (NVIDIA/nccl#195, #239). A
+        first exchange between some ranks of a communicator only is undefined.
 
         Args:
             sizes: the bytes of a bucket, by device.

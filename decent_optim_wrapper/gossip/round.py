@@ -339,7 +339,7 @@ class Round:
             works = [*exchange.works, *(checked.works if checked else ())]
             # The stream that mixes may be another one than the stream that has received.
             self.messages.wait(works, exchange.position, self._context.peers)
-            mask = checked.usable(exchange) if checked else mask
+            mask = checked.mask_of(exchange) if checked else mask
         elif left_out := self.flags.refused.get(exchange.position):
             ranks = [rank for rank in ranks if rank not in left_out]
             mask = MixMask(ranks=ranks, present=len(ranks))

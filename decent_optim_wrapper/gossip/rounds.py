@@ -288,20 +288,20 @@ def _close(opened: _Open) -> None:
     """Wait for a round in flight without mixing it, and release the process group."""
     if is_background():
         # The garbage collector runs on any thread, even on one that this would wait for.
-        in_background(partial(_end, opened))
+        in_background(partial(_close_now, opened))
     else:
-        _end(opened)
+        _close_now(opened)
 
 
-def _end(opened: _Open) -> None:
-    """Do the work of `_close`.
+def _close_now(opened: _Open) -> None:
+    """Wait for the round in flight, and release the process group, on this thread.
 
     The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
     wrapper that is replaced, does not wait for them as long as a step would.
     """
     transport = opened["session"].transport
     transport.limit_waits(_CLOSE_TIMEOUT)
-    # First, because a wait in vain closes the connections.
+    # First, because a wait that times out closes the connections.
     transport.note_end()
     try:
         if opened["round"] and not transport.is_closed:

@@ -29,7 +29,7 @@ class CheckedOnGpu:
         self._rows = rows
         self.works = works
         self._late: AsyncHostCopy | None = None
-        # Whether all are finite.
+        # Whether all values are finite.
         self._whole = rows
 
     @classmethod
@@ -46,7 +46,7 @@ class CheckedOnGpu:
         rows, works = round.transport.gather(own, round.group, tag)
         return cls(round, exchanges, rows, works)
 
-    def usable(self, exchange: Exchange) -> MixMask:
+    def mask_of(self, exchange: Exchange) -> MixMask:
         """The part of an exchange that may be mixed, once the stream that mixes has waited."""
         if self._late is None:
             self._late, self._whole = AsyncHostCopy(self._rows), self._rows.all()

@@ -244,15 +244,15 @@ class Rendezvous:
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
-        begun, timeout, tells = time.monotonic(), self._timeout, epoch == 1
+        begun, timeout, warns = time.monotonic(), self._timeout, epoch == 1
         # How often a rank that comes back may wait for as long again.
         more = _NEWCOMER_TIMEOUTS - 1 if needs_state else 0
         while not self._store.check([_members_key(epoch)]):
             if self._heartbeat.is_replaced:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
-            if tells and time.monotonic() > begun + WARN_AFTER_SECONDS:
-                tells, present = False, self._present(epoch)
+            if warns and time.monotonic() > begun + WARN_AFTER_SECONDS:
+                warns, present = False, self._present(epoch)
                 if present[0] == self.rank:
                     warn_of(sorted({*self._everyone} - {*present}), self.rank)
             if late and more:
