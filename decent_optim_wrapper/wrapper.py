@@ -181,7 +181,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             timeout=timeout,
         )
         sharing = _sharing or ErrorSharing(meeting)
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             checks.check_base(optimizer)
             super().__init__(optimizer)
             arranged = arrange(extensions, optimizer)

@@ -122,7 +122,7 @@ def wrap_base(
     base = optim_fn(list(model.named_parameters()))
     options = {"bucket_cap_mb": CAP_MB, "process_group": group, **options}
     if reverse:
-        extras = ModuleExtras(in_backward=True, averages_held=False)
+        extras = ModuleExtras(in_backward=True, averages_state=False)
         return BackwardOptimizer(base, model=model, _extras=extras, **options)
     return DecentOptimWrapper(base, model=model, **options)
 

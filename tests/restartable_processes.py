@@ -210,9 +210,9 @@ class Failure(NamedTuple):
 
 
 def train_or_tell(
-    rank: int, world_size: int, store: Any, report: Report, patience: float = 0.0, **options: Any
+    rank: int, world_size: int, store: Any, report: Report, within: float = 0.0, **options: Any
 ) -> Life | Failure:
-    """As `train`, but an error of the library is an end, too; its threads end in `patience` s."""
+    """As `train`, but an error of the library is an end, too; its threads end in `within` s."""
     began = time.monotonic()
     keep_no_idle_threads()
 
@@ -224,7 +224,7 @@ def train_or_tell(
         return train(rank, world_size, store, report, before=note, **options)
     except (PeerError, ValueError) as error:
         kind, text, seconds = type(error).__name__, str(error), time.monotonic() - began
-    return Failure(kind, text, seconds, threads_end(patience))
+    return Failure(kind, text, seconds, threads_end(within))
 
 
 class RestartableProcesses(Processes):

@@ -45,7 +45,7 @@ from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 STEPS = 5
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 def assert_as_without_overlap(
@@ -339,7 +339,7 @@ def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, view
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         options: dict[str, Any] = {"topology": topology, "param_as_bucket_view": views}
-        training = Training(rank, group, timeout=PATIENCE, **options)
+        training = Training(rank, group, timeout=TIMEOUT, **options)
         model, optimizer = training.model, training.optimizer
         training.train(range(3))
         launched: list[Tensor] = []
@@ -351,7 +351,7 @@ def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, view
 
         def fail(*_: object, **__: object) -> None:
             # While it packs its last bucket, long after it has sent the first ones.
-            all_read.wait(PATIENCE)
+            all_read.wait(TIMEOUT)
             raise OSError("the machine is on fire")
 
         def go_on() -> None:
@@ -390,7 +390,7 @@ def meet_in_a_forward_pass(
         nn.init.constant_(param, 1.0)
         param.register_hook(lambda grad: torch.full_like(grad, rank + 1.0))  # type: ignore[no-untyped-call]
     base, elastic = partial(torch.optim.SGD, lr=0.05), Elastic(store=store, stale_after=STALE_AFTER)
-    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE, "elastic": elastic}
+    options: dict[str, Any] = {"topology": "complete", "timeout": TIMEOUT, "elastic": elastic}
     training = Training(
         *(rank, None), model=model, base=base, rank=rank, world_size=world_size, **options
     )
@@ -436,7 +436,7 @@ def test_a_rank_that_comes_back_in_a_forward_pass_receives_no_half_mixed_values(
 
 def test_gradients_at_other_parameters_than_those_in_flight_are_an_error_on_all_ranks() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=True)
+        training = Training(rank, group, timeout=TIMEOUT, param_as_bucket_view=True)
         training.train(range(2))
         # A rank without a batch takes part.
         training.optimizer.zero_grad()
@@ -470,7 +470,7 @@ def test_weights_that_are_swapped_in_flight_are_refused(how: str, views: bool) -
         return own
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=views)
+        training = Training(rank, group, timeout=TIMEOUT, param_as_bucket_view=views)
         model, optimizer = training.model, training.optimizer
         training.train(range(2))
         other = values_of(make_model(seed=9))
@@ -493,7 +493,7 @@ def test_an_export_finds_whole_rounds_and_the_training_goes_on() -> None:
     """Only one rank exports: it computes with fake tensors, which must not be mixed in."""
 
     # While it exports, torch would call every thread a compiler's.
-    alone = threading.Barrier(2, timeout=PATIENCE)
+    alone = threading.Barrier(2, timeout=TIMEOUT)
 
     def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
         training = Training(rank, group, overlap=overlap)

@@ -208,11 +208,11 @@ def test_buckets_that_are_replaced_in_flight_are_mixed_when_the_backward_pass_ha
     assert not torch.equal(inside[0], inside[2])
 
 
-PATIENCE = 2.0
+TIMEOUT = 2.0
 
 
 def stand_still(rank: int, world_size: int, store: Store, report: Any) -> Any:
-    options: Any = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
+    options: Any = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT}
     options["param_as_bucket_view"] = True
     options["lr_scheduler_fn"] = lambda base: LambdaLR(base, lambda step: 1 / (1 + step / 100))
     options["elastic"] = Elastic(store=store, stale_after=STALE_AFTER)
@@ -236,7 +236,7 @@ def test_a_backward_pass_in_which_its_rank_comes_back_ends_well() -> None:
         stopped = time.monotonic()
         processes.wait_for_members(0, (0, 1))
         # Its own waits are over when it goes on.
-        time.sleep(max(0.0, stopped + PATIENCE + 0.1 - time.monotonic()))
+        time.sleep(max(0.0, stopped + TIMEOUT + 0.1 - time.monotonic()))
         processes.signal(2, signal.SIGCONT)
         processes.wait_for_members(0, (0, 1, 2))
         processes.finish()

@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=6)
 # For the next link.
 WAIT = TIMEOUT.total_seconds() / 2
 # What a busy machine may need for what an idle one does at once.
-PATIENCE = 30.0
+LIMIT = 30.0
 DEAD = math.inf
 
 
@@ -73,7 +73,7 @@ def try_links(
 
     patched = mock.patch.multiple(links, connect_gloo=connect, PrefixStore=lambda *pair: pair)
     with patched, ThreadPoolExecutor() as pool:
-        return [*pool.map(try_links_of, ranks, timeout=PATIENCE)]
+        return [*pool.map(try_links_of, ranks, timeout=LIMIT)]
 
 
 def one_attempt(number: int, one: int, other: int) -> float:

@@ -203,8 +203,8 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None
 def train_and_fork(endpoints: str, rank: int) -> NoReturn:
     """What a rank does with it: a process group, a child that reads, and a thread that beats."""
     begin_process()
-    store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+    store, timeout = EtcdStore(endpoints, "group"), timedelta(seconds=40)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     dist.barrier()
     beats, stop = f"beats {rank}", threading.Event()
     beating = in_background(partial(beat_until, store, beats, stop))
@@ -249,8 +249,8 @@ TIMEOUT = 8.0
 
 
 def store_in_rank_0(port: int, rank: int) -> Store:
-    patience = timedelta(seconds=60)
-    return TCPStore("127.0.0.1", port, None, rank == 0, patience, wait_for_workers=False)
+    timeout = timedelta(seconds=60)
+    return TCPStore("127.0.0.1", port, None, rank == 0, timeout, wait_for_workers=False)
 
 
 def in_a_file(path: str, rank: int) -> Store:
@@ -309,7 +309,7 @@ def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_pat
     assert set(outcomes) <= {GOES_ON, RAISES}
     assert len(outcomes) > 1
     alive = everyone = tuple(range(4))
-    options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT, "patience": SLACK}
+    options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT, "within": SLACK}
     with (
         stores_of(kind, tmp_path) as (make, ends),
         RestartableProcesses(len(everyone), train_or_tell, make_store=make, **options) as processes,

@@ -20,7 +20,7 @@ from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-PATIENCE = 2.0
+TIMEOUT = 2.0
 # Longer than anything here takes.
 LONG = 60.0
 # What two busy cores and the roll call of a large group may add to the timeout.
@@ -93,7 +93,7 @@ def survive(
         model=model,
         comm_dtype=comm,
         param_as_bucket_view=comm is None,
-        timeout=PATIENCE if "stop" in fault else LONG,
+        timeout=TIMEOUT if "stop" in fault else LONG,
     )
     assert len(optimizer.buckets) > 2
 
@@ -151,7 +151,7 @@ def test_every_survivor_gets_one_clear_error_in_time(
     assert len(outcomes) == world_size - 1
     for outcome in outcomes:
         assert outcome.untouched
-        assert outcome.seconds < (PATIENCE + SLACK if "stop" in fault else LONG / 2)
+        assert outcome.seconds < (TIMEOUT + SLACK if "stop" in fault else LONG / 2)
         if "end" in fault:
             assert outcome.rank == FAULTY
             assert f"lost rank {FAULTY}, which ended, or has made fewer calls" in outcome.text

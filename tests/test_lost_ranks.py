@@ -28,10 +28,10 @@ from decent_optim_wrapper.comm.failure_reports import FailureReports
 from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
-wrap = partial(problem.wrap, topology="ring", timeout=PATIENCE)
+wrap = partial(problem.wrap, topology="ring", timeout=TIMEOUT)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -152,7 +152,7 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(
         text, lost, seconds = results[rank]
         assert (text.partition(":")[0], lost) == ("PeerError", FAULTY), text
         assert f"rank {FAULTY}, which failed with {own}" in text
-        assert seconds < PATIENCE / 2
+        assert seconds < TIMEOUT / 2
 
 
 def test_the_error_that_ends_the_process_of_a_rank_is_named_by_the_others(
@@ -186,7 +186,7 @@ def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.M
     store = HashStore()
 
     def connect(rank: int) -> Any:
-        return connect_gloo(store, rank, 3, timedelta(seconds=PATIENCE))
+        return connect_gloo(store, rank, 3, timedelta(seconds=TIMEOUT))
 
     with ThreadPoolExecutor() as pool:
         aborted, waiting, _ = (groups := [*pool.map(connect, range(3))])
@@ -198,7 +198,7 @@ def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.M
     del groups[0]
     for work in works:
         with pytest.raises(RuntimeError) as caught:
-            work.wait(timedelta(seconds=PATIENCE / 4))
+            work.wait(timedelta(seconds=TIMEOUT / 4))
         assert "Timed out" not in str(caught.value)
 
 
@@ -210,24 +210,24 @@ def test_a_dropped_wrapper_waits_and_leaves_the_users_connections_alone(topology
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[float, float]:
         params = make_params()
-        optimizer = wrap(params, group, topology=topology, timeout=PATIENCE)
+        optimizer = wrap(params, group, topology=topology, timeout=TIMEOUT)
         # The last round of rank 0 is one that the others never launch.
         take_steps(optimizer, params, rank, range(2 + (rank == 0)))
         start = time.monotonic()
         if rank:
             optimizer.synchronize()
-            dropped.wait(PATIENCE)
+            dropped.wait(TIMEOUT)
         del optimizer
         gc.collect()
         dropped.set()
         seconds = time.monotonic() - start
         total = torch.ones(3)
-        group.allreduce([total]).wait(timedelta(seconds=PATIENCE))
+        group.allreduce([total]).wait(timedelta(seconds=TIMEOUT))
         return seconds, total.sum().item()
 
     results = run_threads(4, main)
     assert [total for _, total in results] == [12.0] * 4
-    assert 0.8 < results[0][0] < PATIENCE / 2
+    assert 0.8 < results[0][0] < TIMEOUT / 2
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_a_rank_that_ends_before_its_last_round_arrives_is_named_as_one_that_end
             gc.collect()
             ended.set()
             return ""
-        assert ended.wait(PATIENCE)
+        assert ended.wait(TIMEOUT)
         with pytest.raises(PeerError) as caught:
             take_steps(optimizer, params, rank, range(3, 9))
         assert caught.value.rank == 0

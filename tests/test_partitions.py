@@ -146,7 +146,7 @@ def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
 
 ROUNDS = 20
 # Lost packets are sent again after pauses that double.
-PATIENCE = 100.0
+TIMEOUT = 100.0
 
 
 def retransmitted(where: netlab.Lab, host: int) -> int:
@@ -164,7 +164,7 @@ def test_all_ranks_are_there_after_many_rounds_over_bad_links() -> None:
         relays = [netlab.lose(where, host, 0.1, 0.005, seed=5 + host) for host in range(RANKS + 1)]
         try:
             for rank in range(RANKS):
-                processes.wait_for_round(rank, ROUNDS, PATIENCE)
+                processes.wait_for_round(rank, ROUNDS, TIMEOUT)
             assert retransmitted(where, 0) > before
         finally:
             for relay in relays:

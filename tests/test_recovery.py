@@ -35,7 +35,7 @@ from decent_optim_wrapper.codecs import INT4
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-PATIENCE = 5.0
+TIMEOUT = 5.0
 # Longer than any of these tests waits for anybody.
 LONG = 60.0
 # When a rank that sends no heartbeats is noticed, whatever the timeout is, by two busy cores.
@@ -44,7 +44,7 @@ EVERYONE = (0, 1, 2, 3)
 
 
 def trained(world_size: int, **options: Any) -> RestartableProcesses:
-    options = {"topology": "ring", "timeout": PATIENCE, **options}
+    options = {"topology": "ring", "timeout": TIMEOUT, **options}
     return RestartableProcesses(world_size, train, **options)
 
 
@@ -91,7 +91,7 @@ def fail_after_an_early_loss(
 ) -> tuple[str, str]:
     """Lose rank 0 before the first heartbeats, and make mistakes later."""
     params = make_params()
-    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE}
+    options: dict[str, Any] = {"topology": "complete", "timeout": TIMEOUT}
     optimizer = wrap_elastic(params, rank, world_size, store, [], **options)
     while len(optimizer.members) == 3 or optimizer.round < 10:
         if (rank, optimizer.round) == (0, 2):
@@ -243,7 +243,7 @@ def train_with_another_option_in_the_second_life(
     rank: int, world_size: int, store: Any, report: Report
 ) -> Life | Failure:
     overlap = (rank, store.add(f"lives of {rank}", 1)) != (2, 2)
-    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE, "overlap": overlap}
+    options: dict[str, Any] = {"topology": "complete", "timeout": TIMEOUT, "overlap": overlap}
     return train_or_tell(rank, world_size, store, report, **options)
 
 

@@ -43,7 +43,7 @@ from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous, key_p
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
-PATIENCE = 1.5
+TIMEOUT = 1.5
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
 
@@ -60,22 +60,22 @@ def stopped(server: StoreProcess) -> Iterator[None]:
 # Else it waits for 12 s, which a slow name server may take.
 @mock.patch("decent_optim_wrapper.comm.store._LEAST_SECONDS_TO_CONNECT", 2.0)
 def test_a_stopped_store_is_not_waited_for_for_ever_and_answers_later_calls() -> None:
-    patience = timedelta(seconds=PATIENCE)
-    like = dist.ProcessGroupGloo(HashStore(), 0, 1, patience)
+    timeout = timedelta(seconds=TIMEOUT)
+    like = dist.ProcessGroupGloo(HashStore(), 0, 1, timeout)
     with StoreProcess() as server:
         own, other, late = map(server.connect, range(3))
-        store = BoundedStore(own, patience)
+        store = BoundedStore(own, timeout)
         store.set("old", "old")
         store.set("new", "new")
         with stopped(server), ThreadPoolExecutor() as pool:
-            built = pool.submit(wrap_elastic, make_params(), 0, 2, late, [], timeout=PATIENCE)
+            built = pool.submit(wrap_elastic, make_params(), 0, 2, late, [], timeout=TIMEOUT)
             for call in (lambda: store.get("old"), lambda: store.check(["old"])):
                 start = time.monotonic()
                 with pytest.raises(DistError, match="no answer for"):
                     call()
-                assert time.monotonic() - start < PATIENCE + SLACK
+                assert time.monotonic() - start < TIMEOUT + SLACK
             with pytest.raises(TimeoutError):
-                new_communicator(like, other, 0, 2, patience)
+                new_communicator(like, other, 0, 2, timeout)
             with pytest.raises(PeerError, match=r"store .* does not answer"):
                 built.result()
         assert store.get("new") == "new"
@@ -112,7 +112,7 @@ def train_over(
     elastic: bool,
 ) -> Life | Failure:
     """Train over a store of its own until that fails, also as the store of a process group."""
-    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE}
+    options: dict[str, Any] = {"topology": "complete", "timeout": TIMEOUT}
     if not elastic:
         own = make_store(rank)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
@@ -133,7 +133,7 @@ def test_every_survivor_raises_in_time_when_the_store_stands_still(
         processes.signal(2, fault)
         for rank in (0, 1, 3):
             lost: Failure = processes.wait_for(rank, "result", 40)
-            assert lost.seconds < PATIENCE + SLACK
+            assert lost.seconds < TIMEOUT + SLACK
             texts = ("lost", "restart from a checkpoint")
             if elastic:
                 texts = ("the store in which the ranks agree does not answer", "a process that")
@@ -163,8 +163,8 @@ def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
     with StoreProcess() as server, ThreadPoolExecutor() as pool:
         own = server.connect(0)
         with stopped(server):
-            built = pool.submit(wrap_elastic, make_params(), 0, 1, own, [], timeout=PATIENCE)
-            time.sleep(PATIENCE + 1)
+            built = pool.submit(wrap_elastic, make_params(), 0, 1, own, [], timeout=TIMEOUT)
+            time.sleep(TIMEOUT + 1)
             assert not built.done()
         assert built.result(30).members == (0,)
 

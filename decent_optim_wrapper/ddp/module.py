@@ -122,7 +122,7 @@ class DecentralizedDataParallel(Module):
     ) -> None:
         super().__init__()
         sharing = ErrorSharing(checks.take_fields(Meeting, options))
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             checks.check_options(options, DecentralizedDataParallel, DecentOptimWrapper)
             _check(model, scaler, grad_clip_norm, update_in_backward)
             if param_as_bucket_view is None:
@@ -148,7 +148,7 @@ class DecentralizedDataParallel(Module):
                 steps_at_end=update_in_backward is False or not is_splittable(type(base)),
                 ignored=ignored,
                 stateful=tuple(part for part in (scheduler, scaler) if part is not None),
-                averages_held=sync_buffer_in_global_avg,
+                averages_state=sync_buffer_in_global_avg,
             ),
             _sharing=sharing,
             **options,

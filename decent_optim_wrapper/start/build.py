@@ -105,7 +105,7 @@ class Builder:
     @cached_property
     def _trained(self) -> Trained:
         """What a rank that comes back receives; the membership does not keep it."""
-        state, parts = ModelState(self._tensors.held, self.model), self.extras.stateful
+        state, parts = ModelState(self._tensors.state, self.model), self.extras.stateful
         return Trained(optimizer=self.optimizer, state=state, parts=parts, layout=self._layout)
 
     def build(self) -> Coordinator:
@@ -116,19 +116,19 @@ class Builder:
             ValueError: an argument contradicts another one or does not fit, or the ranks differ.
         """
         sharing, intervals = self.sharing, self.settings.schedule.intervals
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             check_meeting(sharing.meeting)
             in_step = isinstance(self.settings.pacing, WithinStep)
             check_closures(self.optimizer, self.extras.in_backward or not in_step)
             instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
             self.replica.reshard()
-            settle_owners(each.tensor for each in (*self._tensors.parameters, *self._tensors.held))
+            settle_owners(each.tensor for each in (*self._tensors.parameters, *self._tensors.state))
         with sharing.naming_late_ranks():
             transport, topology = self._find_ranks()
         sharing.meet(topology, intervals)
         if membership := sharing.membership:
             transport = membership.transport
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             policy = self._attach(transport.initial_rank)
             self._common = self._describe(topology)
         parameters = self._tensors.parameters
@@ -151,14 +151,14 @@ class Builder:
         if meeting.mesh is not None:
             # Ranks that gossip along different dimensions would not find each other.
             check_same(f"gossip_dim={meeting.gossip_dim!r}, {meeting.mesh}", sharing.transports)
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             # All ranks make the same connections, in the same order, also if one fails later.
             transport, found = sharing.transport, sharing.world
             own = local_world_size_of(meeting, found.launched_as or range(found.world_size))
         # In a store the ranks cannot agree yet: each takes the size of its own node for all.
         if not sharing.elasticity and (exchange(sharing.transports, [own])[..., 0] != own).any():
             own = 1
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             return transport, resolve_topology(self.topology, found.world_size, meeting, own)
 
     def _attach(self, rank: int) -> RoundPolicy:
@@ -217,7 +217,7 @@ class Builder:
                 any of these errors.
         """
         transport = rounds.session.transport
-        with self.sharing.failing_together():
+        with self.sharing.propagating_errors():
             check_parameters(parameters, (), self.replica, self.settings)
         compare(self.sharing, transport, self._common, self._lines_of(parameters))
         self.replica.connect(named.tensor for named in parameters)
@@ -308,7 +308,7 @@ def compare(
     membership, text = sharing.membership, "\n".join([*common, *own])
     if sharing.meeting.mesh is not None:
         check_same("\n".join(common), sharing.transports)
-        with sharing.failing_together():
+        with sharing.propagating_errors():
             check_same(text, [transport])
         exchange(sharing.transports, ())
     elif membership is None or not membership.joins:

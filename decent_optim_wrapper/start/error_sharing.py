@@ -116,7 +116,7 @@ class ErrorSharing:
             self.membership = elastic.meet(world, topology, intervals)
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def propagating_errors(self) -> Iterator[None]:
         """Send an error of the body to the other ranks, in the exchange in which they wait."""
         try:
             yield

@@ -45,7 +45,7 @@ class ModuleExtras:
     """The ids of the parameters and buffers of the model that the ranks do not share."""
     stateful: tuple[Any, ...] = ()
     """Objects whose `state_dict` a restarted rank receives."""
-    averages_held: bool = True
+    averages_state: bool = True
     """Whether averages include what the model contains besides the parameters of the optimizer."""
 
 
@@ -56,13 +56,13 @@ class Tensors(NamedTuple):
         parameters: the base's parameters.
         compared: further tensors that all ranks must have: the buffers that the user passes and, in
             a module that contains the wrapper, all that it contains.
-        held: these, and all else in the model, which may differ between ranks.
+        state: these, and all else in the model, which may differ between ranks.
         averaged: the tensors that an average includes besides the parameters that are trained.
     """
 
     parameters: list[Named]
     compared: list[Named]
-    held: list[Named]
+    state: list[Named]
     averaged: list[Named]
 
 
@@ -94,14 +94,14 @@ def find_tensors(
     compared = [*given, *(rest if extras.in_backward else ())]
     check_dense(compared)
     check_parameters(parameters, compared, replica, settings)
-    held = [*compared]
+    state = [*compared]
     for each in () if extras.in_backward else rest:
         # What gossip cannot exchange stays as it is.
         with suppress(TypeError, ValueError):
             check_dense([each])
             check_shards([each], replica, as_view=False)
-            held.append(each)
-    more = held[len(given) :] if extras.averages_held else ()
+            state.append(each)
+    more = state[len(given) :] if extras.averages_state else ()
     more = [each for each in more if buffers is None or each.kind == "parameter"]
     # A rank that comes back makes those anew that are frozen now.
     every = sorted((*given, *parameters, *more), key=lambda each: each.kind == "parameter")
@@ -109,7 +109,7 @@ def find_tensors(
     # Torch does not add values of 8 bits.
     real = [(each, each.tensor.dtype) for each in fixed]
     averaged = [e for e, d in real if (d.is_floating_point or d.is_complex) and d.itemsize > 1]
-    return Tensors(parameters=parameters, compared=compared, held=held, averaged=averaged)
+    return Tensors(parameters=parameters, compared=compared, state=state, averaged=averaged)
 
 
 def check_parameters(
@@ -175,8 +175,8 @@ def _check_pacing(settings: Settings, replica: Replica, parameters: Sequence[Nam
             f"overlap={overlap!r} expects the model, whose modules are about to read the "
             f"parameters when they are called; pass model=model, not in TorchScript"
         )
-    held = set(map(id, model.parameters()))
-    if missing := [each.name for each in parameters if id(each.tensor) not in held]:
+    known = set(map(id, model.parameters()))
+    if missing := [each.name for each in parameters if id(each.tensor) not in known]:
         raise ValueError(
             f"overlap={overlap!r} expects all parameters of the optimizer in the model, but it "
             f"does not have parameters {', '.join(missing)}; pass the module that contains them "
