@@ -142,5 +142,5 @@ def test_cifar_goes_on_from_an_earlier_launch_only_with_resume(never_stopped: Pa
 
 
 def test_cifar_also_runs_as_a_plain_process_in_mixed_precision(tmp_path: Path) -> None:
-    options = ("--fake-data", "--fake-samples", "4", "--batch-size", "4", "--epochs", "1")
+    options = ("--fake-data", "--fake-samples", "2", "--batch-size", "2", "--epochs", "1")
     assert "epoch 1: loss" in run_script(CIFAR, *options, cwd=tmp_path)
