@@ -25,12 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW, AdamW
+from decent_optim_wrapper.optim import AccumAdam, AccumAdamW, AdamW
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 
 wrap = partial(problem.wrap, topology="ring")
 
-OWN: tuple[type[Optimizer], ...] = (AccumAdam, AccumAdamW, AdamW, QGSGD)
+OWN: tuple[type[Optimizer], ...] = (AccumAdam, AccumAdamW, AdamW)
 
 CASES = [
     *((kind, variant) for kind in (*SPLITTABLE, *OWN) for variant in ({}, {"foreach": True})),

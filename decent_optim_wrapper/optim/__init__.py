@@ -10,13 +10,11 @@ from decent_optim_wrapper.optim.factories import (
     optim_fn_adam,
     optim_fn_adamw,
 )
-from decent_optim_wrapper.optim.quasi_global import QGSGD
 
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
     "AdamW",
-    "QGSGD",
     "lr_scheduler_fn_cosine_with_warmup",
     "mixing_rate_from_lr",
     "optim_fn_accum_adam",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import OptimizerOfGroups
-from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.optim.shards import local, local_grad
 
 _SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
 
 
-class AccumAdam(OptimizerOfGroups):
+class AccumAdam(Optimizer):
     """Adam whose moments move once per `accum_iter` steps, by the average gradient of these steps.
 
     Every step updates the parameters, with temporary moments that include the step's own gradient.
@@ -80,6 +81,28 @@ class AccumAdam(OptimizerOfGroups):
         super().__setstate__(state)
         if any({"step", "position", *_SLOTS} - slots.keys() for slots in self.state.values()):
             raise ValueError(f"{type(self).__name__} expects its own state, got another one's")
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update the parameters once.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The result of the closure; None without one.
+
+        Raises:
+            RuntimeError: the optimizer cannot step here.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            if params := [param for param in group["params"] if param.grad is not None]:
+                self._step_group(group, params, [*map(local_grad, params)])
+        return loss
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -1,8 +1,7 @@
-"""Base of the optimizers: a step for each group, over its parameters with gradients."""
+"""The parameters of an optimizer, and its gradients under GradScaler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,42 +14,6 @@ from decent_optim_wrapper.optim.shards import local_grad
 def params_of(optimizer: Any) -> list[Tensor]:
     """The parameters of an optimizer, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-class OptimizerOfGroups(Optimizer):
-    """Updates one group of parameters after the other."""
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """Update the parameters once.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            The result of the closure; None without one.
-
-        Raises:
-            RuntimeError: the optimizer cannot step here.
-        """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            if params := [param for param in group["params"] if param.grad is not None]:
-                self._step_group(group, params, [*map(local_grad, params)])
-        return loss
-
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update the parameters of a group that have gradients.
-
-        Args:
-            group: the group.
-            params: the parameters.
-            grads: the parts of their gradients on this rank.
-        """
-        raise NotImplementedError
 
 
 def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:

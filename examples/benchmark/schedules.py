@@ -18,7 +18,6 @@ import torch
 from digits import Row, parser_of, searching
 
 from decent_optim_wrapper import OuterOptimizer, Schedule, StateAverage
-from decent_optim_wrapper.optim import QGSGD
 
 SGD = torch.optim.SGD
 SLOW_MOMENTUM = partial(SGD, lr=1.0, momentum=0.5)
@@ -37,8 +36,6 @@ ROWS = {
         schedule=PGA, options={"extensions": [OuterOptimizer(SLOW_MOMENTUM)]}
     ),
     "the same, StateAverage": Row(schedule=PGA, options={"extensions": [StateAverage()]}),
-    "QGSGD": Row(optimizer=QGSGD),
-    "QGSGD, gossip_every=4": Row(optimizer=QGSGD, schedule=EVERY_4),
     "random pairs, gossip_every=4": Row(topology="random", schedule=EVERY_4),
     "the same, outer SGD(lr=0.7, momentum=0.5, nesterov=True)": Row(
         topology="random",

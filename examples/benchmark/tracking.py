@@ -22,7 +22,6 @@ from schedulefree import SGDScheduleFree
 from torch.optim import AdamW
 
 from decent_optim_wrapper import Extension, GradientTracking, StateGossip
-from decent_optim_wrapper.optim import QGSGD
 
 ONCE = Row(decay=True, every_epoch=False)
 ITERATE = StateGossip("z")
@@ -59,7 +58,6 @@ def _with(row: Row, **options: Any) -> Row:
     return row._replace(options=options)
 
 
-QG = ONCE._replace(optimizer=QGSGD)
 ADAMW = ONCE._replace(optimizer=AdamW)
 FREE = ONCE._replace(optimizer=SGDScheduleFree, decay=False)
 SECOND_MOMENTS = _with(ADAMW, extensions=[StateGossip("exp_avg_sq")])
@@ -67,12 +65,15 @@ BASES = {
     "SGD": Base(
         row=ONCE,
         lrs=(0.02, 0.05, 0.1, 0.2),
-        others={"QGSGD": QG, "QGSGD, int8": _with(QG, comm_dtype=torch.int8)},
+        others={"int4": _with(ONCE, comm_dtype=torch.int4)},
     ),
     "AdamW": Base(
         row=ADAMW,
         lrs=(0.002, 0.005, 0.01, 0.02),
-        others={"StateGossip('exp_avg_sq')": SECOND_MOMENTS},
+        others={
+            "StateGossip('exp_avg_sq')": SECOND_MOMENTS,
+            "int4": _with(ADAMW, comm_dtype=torch.int4),
+        },
     ),
     "Schedule-Free": Base(
         row=FREE,
