@@ -388,7 +388,6 @@ def check_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(Transport, method, waited_once)
     mark_buckets(monkeypatch, "on_gpu")
-    monkeypatch.setattr(Transport, "sends_alone", lambda self, device: False)
 
 
 # How buckets leave a rank.

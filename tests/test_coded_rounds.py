@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import problem
 import pytest
@@ -21,11 +22,13 @@ from decent_optim_wrapper import (
     CallOrderError,
     DecentOptimWrapper,
     Late,
+    NonFiniteError,
     OuterOptimizer,
+    PeerError,
     Schedule,
     Topology,
 )
-from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
+from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
 
 pytestmark = pytest.mark.slow
@@ -274,3 +277,99 @@ def test_all_ranks_may_load_the_state_of_one() -> None:
         return flatten(params)
 
     assert distance(torch.stack(run_threads(4, main))) < 1e-6
+
+
+class NotedThreads(Int8Codec):
+    """Notes on which threads it codes, and fails at one of the calls if it is told to."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.fails_at, self.calls = fails_at, 0
+
+    # What the ranks compare.
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
+        type(self).threads.add(threading.get_ident())
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ArithmeticError("this codec fails")
+        super().encode(values, message, reference)
+
+
+@pytest.mark.parametrize("case", ["ring", "complete"])
+def test_what_is_sent_is_coded_beside_the_training(case: str) -> None:
+    NotedThreads.threads = set()
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, CASES[case], comm_dtype=NotedThreads())
+        take_drawn_steps(optimizer, params, rank, range(4))
+        optimizer.synchronize()
+        return threading.get_ident(), flatten(params)
+
+    ranks = run_threads(CASES[case].world_size, main)
+    # The means of a group are coded by another one, too.
+    assert NotedThreads.threads
+    assert not NotedThreads.threads & {thread for thread, _ in ranks}
+    expected = train(CASES[case], 4, comm_dtype=torch.int8)[:, -1]
+    assert torch.equal(torch.stack([params for _, params in ranks]), expected)
+
+
+@pytest.mark.parametrize("case", ["ring", "complete"])
+def test_a_codec_that_fails_is_the_error_of_its_rank_and_the_others_name_that_rank(
+    case: str,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(seed=rank)
+        codec = NotedThreads(fails_at=12 if rank == 1 else 0)
+        optimizer = wrap(params, group, CASES[case], comm_dtype=codec, timeout=20)
+        try:
+            take_drawn_steps(optimizer, params, rank, range(12))
+            optimizer.synchronize()
+        except (ArithmeticError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    errors = run_threads(CASES[case].world_size, main)
+    assert errors[1].startswith("ArithmeticError: this codec fails")
+    partners = [0, 2]
+    for partner in partners:
+        assert errors[partner].startswith("PeerError"), errors
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_messages_of_a_group_say_which_ranks_are_not_finite(nonfinite: str, size: int) -> None:
+    """Also in a bucket that is so small that not every rank owns a part of it."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, Tensor]:
+        params = make_params(seed=rank)
+        options: Any = {"comm_dtype": INT4, "on_nonfinite": nonfinite}
+        optimizer = wrap(params, group, Case("complete", size), **options)
+        take_drawn_steps(optimizer, params, rank, range(3))
+        if rank == 1:
+            # The smallest parameter, and one of several blocks.
+            optimizer.synchronize()
+            with torch.no_grad():
+                params[2].fill_(torch.nan)
+                params[0][3, 3] = torch.inf
+        else:
+            optimizer.synchronize()
+        try:
+            for _ in range(3):
+                optimizer.step()
+            optimizer.synchronize()
+        except NonFiniteError as error:
+            return str([*error.ranks]), flatten(params)
+        return "", flatten(params)
+
+    ranks = run_threads(size, main)
+    for text, params in ranks:
+        if nonfinite == "raise":
+            assert text == "[1]"
+        else:
+            assert not text
+            assert params.isfinite().all()

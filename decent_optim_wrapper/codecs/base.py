@@ -18,8 +18,9 @@ class Codec(ABC):
     """Codes vectors of floats as messages of bytes; the same on all ranks.
 
     All ranks of a group must decode a message to the same bits, so `read` must depend on the
-    message only. A codec has no state. `write` may run on any thread, also next to the training, so
-    it must not draw random numbers from torch's global generator.
+    message only. A codec has no state. Its methods may run on any thread, several of them at the
+    same time and next to the training, so they must not draw random numbers from torch's global
+    generator.
 
     Attributes:
         block: number of elements that are coded together; vectors are cut at multiples of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -44,8 +45,9 @@ class PostingThread:
     """
 
     def __init__(self) -> None:
-        # Each with what it waits for on a GPU; None ends the thread.
-        self._actions: SimpleQueue[tuple[torch.cuda.Event | None, Action] | None] = SimpleQueue()
+        # Each with what it waits for on a GPU, and what is done after it; None ends the thread.
+        self._actions: SimpleQueue[tuple[torch.cuda.Event | None, Action, Future[None]] | None]
+        self._actions = SimpleQueue()
         self._dropped = False
         # Locked while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
@@ -54,23 +56,23 @@ class PostingThread:
         self.future = in_background(self._run)
 
     @property
-    def ended_well(self) -> bool:
-        """True if all actions are done, and none has failed."""
-        return self.future.done() and self.future.exception() is None
-
-    @property
     def runs_here(self) -> bool:
         """True when called from the posting thread."""
         return threading.get_ident() == self._thread
 
-    def add(self, action: Action, device: torch.device | None = None) -> None:
+    def add(self, action: Action, device: torch.device | None = None) -> Future[None]:
         """Run an action, once the GPU has finished what is on its current stream now.
 
         Args:
             action: the action.
             device: the GPU; None waits for none.
+
+        Returns:
+            Is done after the action; never if it has failed, or does not run.
         """
-        self._actions.put((None if device is None else mark(device), action))
+        done: Future[None] = Future()
+        self._actions.put((None if device is None else mark(device), action, done))
+        return done
 
     def seal(self, last: Action | None = None) -> None:
         """Accept no more actions, and run this one at the end."""
@@ -88,12 +90,13 @@ class PostingThread:
     def _run(self) -> None:
         self._thread = threading.get_ident()
         while (queued := self._actions.get()) is not None and not self._dropped:
-            packed, action = queued
+            packed, action, done = queued
             if packed is not None:
                 packed.synchronize()
             with self._acting:
                 if not self._dropped:
                     action()
+                    done.set_result(None)
 
 
 def mark(device: torch.device) -> torch.cuda.Event:

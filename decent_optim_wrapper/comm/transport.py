@@ -237,10 +237,6 @@ class Transport(Connections):
             raise_if_closed(error)
             raise
 
-    def sends_alone(self, device: torch.device) -> bool:
-        """Return whether `send` and `receive` work for tensors on this device: not on NCCL."""
-        return self._ready is not None and (device.type == "cpu" or not self.coalesces(device))
-
     def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start sending a tensor, as in `exchange`; on any thread."""
         return self._post("send", tensor, peer, tag)

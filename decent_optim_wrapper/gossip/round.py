@@ -238,12 +238,12 @@ class Round:
 
     def _receive(self, bucket: Bucket | None) -> None:
         messages = self.messages
-        messages.wait_until_sent()
+        received = self._exchanges if bucket is None else self._with_attached(bucket)
+        messages.wait_until_sent(() if bucket is None else received.values())
         if self._watch is not None:
             messages.wait_for(self._watch)
         if self._headers:
             self._receive_headers()
-        received = self._exchanges if bucket is None else self._with_attached(bucket)
         for each, exchange in received.items():
             messages.wait(exchange.works, exchange.position, self._context.peers, exchange.on_gpu)
             if not exchange.may_change:
@@ -254,7 +254,8 @@ class Round:
                 references.count_round()
         for exchange in received.values():
             if exchange.has_own_flag:
-                self.flags.read_pair(exchange)
+                if refused := exchange.refused():
+                    self.flags.refuse(exchange, refused)
             elif flags := self.flags.of(exchange):
                 for message in flags.pending:
                     messages.wait(message.works, flags.positions[-1], (message.rank,))

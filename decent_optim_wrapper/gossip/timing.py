@@ -22,7 +22,8 @@ class StepStats(NamedTuple):
     Args:
         bytes_sent: number of bytes sent; an all-reduce counts as a ring all-reduce.
         wait_seconds: time spent waiting for communication.
-        mix_seconds: time to mix what has arrived, and to pack and code what is sent.
+        mix_seconds: time to mix what has arrived, and to pack what is sent. On CPUs it is coded by
+            another thread.
         update_seconds: time of the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds so far, including idle ones.

@@ -150,8 +150,8 @@ class Bucket:
         )
 
     def codec(self, size: int) -> Codec | None:
-        """The codec in a group of this size; None for none."""
-        return self.pair_codec if size == 2 else self.group_codec
+        """The codec in a group of this size; None for none, as in larger groups over NCCL."""
+        return self.pair_codec if size == 2 else None if self.on_gpu else self.group_codec
 
     def pair(self, needs_snapshot: bool = False) -> tuple[Flat, Flat]:
         """The wire buffers for one peer, outgoing and incoming.

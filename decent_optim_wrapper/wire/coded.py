@@ -29,7 +29,7 @@ from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, MixMask, RoundContext
-from decent_optim_wrapper.wire.storage import Flat, new_vector
+from decent_optim_wrapper.wire.storage import Flat, aligned, new_vector
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
@@ -49,6 +49,7 @@ class CodedExchange(Exchange):
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position)
         self._codec = codec
+        self.on_thread = not self.on_gpu
         # The parts of the vector that are coded separately.
         numel, size = bucket.wire.numel, round.group.size
         chunks = shares(numel, codec.block, size, round.number) if self.sums else [slice(0, numel)]
@@ -58,26 +59,34 @@ class CodedExchange(Exchange):
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
         row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._incoming_codec))
-        nbytes = row * len(chunks) + (size == 2)
+        # Behind the codes of a chunk comes a flag, of the rank or of all whose mean it is.
+        row = aligned(row + size) if self.sums else row + 1
         # The messages to send, and as much memory for received ones.
-        self._messages, self._room = bucket.wire.vectors(2, nbytes, torch.uint8)
-        places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
-        # This rank's message of each chunk.
-        self._outgoing = [self._messages[place] for place in places]
+        self._messages, self._room = bucket.wire.vectors(2, row * len(chunks), torch.uint8)
+        rows = zip(self._messages.view(-1, row), map(_length, chunks), strict=True)
+        # This rank's codes of each chunk.
+        self._outgoing = [row[: codec.nbytes(numel)] for row, numel in rows]
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
-        """Code what is sent."""
-        values = self._bucket.values(snapshot, self._round.needs_snapshot)
-        self.snapshot = values if self._round.needs_snapshot else None
+        """Keep the values that are sent, and code those of a GPU."""
+        self._values = self._bucket.values(snapshot, self._round.needs_snapshot)
+        self.snapshot = self._values if self._round.needs_snapshot else None
+        if self.device.type != "cpu":
+            # On the stream that has computed them.
+            self._encode()
+
+    def _encode(self) -> None:
         for chunk, message in zip(self._chunks, self._outgoing, strict=True):
             near = torch.empty_like(message, device=self.device) if self.via_cpu else message
             reference = None if self._reference is None else self._reference[chunk]
-            self._codec.encode(values.data[chunk], near, reference)
+            self._codec.encode(self._values.data[chunk], near, reference)
             if self.via_cpu:
                 message.copy_(near, non_blocking=True)
 
     def start(self) -> None:
-        """Check the codes and start the exchange."""
+        """Code what is on the CPU, check the codes and start the exchange."""
+        if self.device.type == "cpu":
+            self._encode()
         if self._round.nonfinite.checks:
             finite = reduce(torch.logical_and, map(self._codec.is_finite, self._outgoing))
             self.finite = finite if self.on_gpu else bool(finite)
@@ -114,9 +123,9 @@ class CodedExchange(Exchange):
         """The changes before the weight, by slice; moves the reference if all ranks are present."""
 
     def _received(self, present: Tensor | int) -> Flat:
-        return self._bucket.joined(self._values(present))
+        return self._bucket.joined(self._means_of(present))
 
-    def _values(self, present: Tensor | int) -> Iterator[Part]:
+    def _means_of(self, present: Tensor | int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""
         for chunk, message in zip(self._chunks, self._arrived, strict=True):
             for place, (values,) in self._decode(self._incoming_codec, chunk, message):
@@ -143,7 +152,6 @@ class CodedPair(CodedExchange):
         super().__init__(round, bucket, position, codec)
         # Without the flag: only values are counted.
         self.bytes_sent = self._messages.nbytes - 1
-        self._pair = self._messages, self._room
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
@@ -152,7 +160,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.has_own_flag:
             self._messages[-1] = bool(self.finite)
-        self.works = self._swap(*self._pair)
+        self.works = self._swap(self._messages, self._room)
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -189,24 +197,27 @@ class CodedGroup(CodedExchange):
 
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position, codec)
-        group = round.group
-        self._place = group.ranks.index(round.transport.rank)
-        own = self._outgoing[self._place]
+        size, place = round.group.size, round.group.ranks.index(round.transport.rank)
+        self._place = place
+        self.has_own_flag = round.nonfinite.checks and not self.on_gpu
         new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
+        # The codes of each chunk, and behind them whether this rank's values are finite.
+        rows = zip(self._messages.view(size, -1), map(len, self._outgoing), strict=True)
+        self._sent = [row[: nbytes + 1] for row, nbytes in rows]
         # For each rank a row, which first takes its message of this rank's chunk, and then the mean
-        # of its own chunk.
-        rows = self._room.view(group.size, -1)
-        self._codes = [row[: len(own)] for row in rows]
-        self._codes[self._place] = own
-        pairs = zip(rows, map(_length, self._chunks), strict=True)
-        self._means = [row[: self._incoming_codec.nbytes(numel)] for row, numel in pairs]
+        # of its own chunk, with the flags of all ranks behind it.
+        room, own = self._room.view(size, -1), self._sent[place]
+        self._codes = [row[: len(own)] for row in room]
+        self._codes[place] = own
+        lengths = [self._incoming_codec.nbytes(_length(chunk)) + size for chunk in self._chunks]
+        self._means = [row[:length] for row, length in zip(room, lengths, strict=True)]
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
-        mean = new(len(self._means[self._place]), torch.uint8)
-        self._means[self._place] = mean
+        self._means[place] = new(lengths[place], torch.uint8)
         # This rank's mean less the one that it sends.
-        self._error = new(_length(self._chunks[self._place]), wide(bucket.dtype)).zero_()
-        self.bytes_sent = sum(map(len, self._outgoing)) - len(own) + (group.size - 1) * len(mean)
+        self._error = new(_length(self._chunks[place]), wide(bucket.dtype)).zero_()
+        sent = sum(map(len, self._outgoing)) - len(self._outgoing[place])
+        self.bytes_sent = sent + (size - 1) * (lengths[place] - size)
 
     def _send(self) -> None:
         transport, ranks = self._round.transport, self._round.group.ranks
@@ -215,9 +226,11 @@ class CodedGroup(CodedExchange):
         owners = [place for place in others if self._outgoing[place].numel()]
         senders = others if self._outgoing[self._place].numel() else []
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
+        for message in self._sent:
+            message[-1] = bool(self.finite)
         # The receives first: the data is sent when their notices arrive.
         codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
-        sent = [transport.send(self._outgoing[p], ranks[p], tag) for p in owners]
+        sent = [transport.send(self._sent[p], ranks[p], tag) for p in owners]
 
         def average() -> None:
             if codes:
@@ -231,25 +244,33 @@ class CodedGroup(CodedExchange):
 
     @torch.no_grad()
     def _average(self, codes: Mapping[int, Waitable]) -> None:
-        total, own = self._error, self._means[self._place]
+        total, size = self._error, len(self._codes)
+        mean, flags = self._means[self._place].tensor_split([-size])
         # In the order of the ranks: the mean must not depend on the order of arrival.
         for place, message in enumerate(self._codes):
             if place in codes:
                 codes[place].wait(LONGEST_WAIT)
-            _add(self._codec, message, total)
-        total.div_(len(self._codes))
-        self._incoming_codec.encode(total, own)
-        _add(self._incoming_codec, own, total, -1.0)
+            _add(self._codec, message[:-1], total)
+        total.div_(size)
+        self._incoming_codec.encode(total, mean)
+        _add(self._incoming_codec, mean, total, -1.0)
+        flags.copy_(torch.stack([message[-1] for message in self._codes]))
+
+    def refused(self) -> set[int]:
+        """The ranks with values that are not finite: the owner of a chunk tells all others."""
+        ranks = self._round.group.ranks
+        flags = next(mean for mean in self._means if len(mean) > len(ranks))[-len(ranks) :].tolist()
+        return {rank for rank, flag in zip(ranks, flags, strict=True) if not flag}
 
     @property
     def _arrived(self) -> list[Tensor]:
-        return self._means
+        return [mean[: -len(self._means)] for mean in self._means]
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         ranks, size = self._round.group.ranks, self._round.group.size
         error = self._error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
-            means = self._decode(self._incoming_codec, chunk, self._means[owner])
+            means = self._decode(self._incoming_codec, chunk, self._means[owner][:-size])
             codes = self._decode(self._codec, chunk, self._outgoing[owner])
             for (place, (mean,)), (_, (ours,)) in zip(means, codes, strict=True):
                 if len(present) < size:

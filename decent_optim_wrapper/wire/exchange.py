@@ -97,6 +97,8 @@ class Exchange:
         group = round.group
         # Whether the values are copied between a GPU and the CPU before they are sent.
         self.via_cpu = bucket.via_cpu and group.size > 1
+        # Whether another thread posts it: it waits for a copy, or codes.
+        self.on_thread = self.via_cpu
         # The packed values, if the tensors may change before the mixing, which then needs them.
         self.snapshot: Flat | None = None
         # The packed values, if they are still in memory when the values of the peer arrive.
@@ -171,8 +173,13 @@ class Exchange:
         """
         return changed_since(stamps, self._bucket)
 
+    def refused(self) -> set[int]:
+        """The ranks, by position, whose values are not finite, as the messages themselves say."""
+        refused = set() if self.finite else {self._round.transport.rank}
+        return refused if self.received_finite() else refused.union(self._round.peers)
+
     def received_finite(self) -> bool:
-        """Return whether the received message says that its values are finite."""
+        """Return whether the message of a pair says that its values are finite."""
         return True
 
     def _note_finite(self, data: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -40,9 +41,11 @@ class Messages:
         # that could not be sent.
         self.failure: tuple[str, bool] | None = None
         self.failed_bucket = 0
-        # Posts exchanges whose values must first be copied to the CPU; None if everything was
-        # posted at once.
+        # Posts exchanges whose values must first be coded, or copied to the CPU; None if everything
+        # was posted at once.
         self.thread: PostingThread | None = None
+        # By position, what is done once an exchange is posted.
+        self._posted: dict[int, Future[None]] = {}
 
     def send(self, message: Tensor, tag: int, bucket: int) -> list[PendingMessage]:
         """Send a small message to the group.
@@ -62,14 +65,15 @@ class Messages:
 
     def run(self, action: Action, exchange: Exchange) -> None:
         """Run an action of an exchange after the actions of all exchanges posted before it."""
-        if exchange.via_cpu and self.thread is None:
+        if exchange.on_thread and self.thread is None:
             self.thread = PostingThread()
             self._round.transport.collectives_wait_for(self.thread)
         if self.thread is not None:
             # Later ones, too: all-reduces must have the same order on all ranks. A GPU may still
             # pack what is sent, and copy what was received in the same memory before.
             device = exchange.device if exchange.via_cpu else None
-            self.thread.add(partial(self._run, action, exchange.position), device)
+            run = partial(self._run, action, exchange.position)
+            self._posted[exchange.position] = self.thread.add(run, device)
         else:
             self._run(action, exchange.position)
 
@@ -83,8 +87,8 @@ class Messages:
     def _note(self, error: WireError, bucket: int) -> None:
         # Not the error itself, whose traceback holds frames that hold this object: the connections
         # would stay open until the garbage is collected.
-        self.failure = str(error), error.silent
         self.failed_bucket = bucket
+        self.failure = str(error), error.silent
 
     def seal(self, last: Action | None = None) -> None:
         """Run an action once everything is posted; nothing is posted after it."""
@@ -93,17 +97,22 @@ class Messages:
         elif last is not None:
             last()
 
-    def wait_until_sent(self) -> None:
-        """Wait until everything is on the wire.
+    def wait_until_sent(self, exchanges: Iterable[Exchange] = ()) -> None:
+        """Wait until these exchanges are on the wire; without any, until everything is.
 
         Raises:
             PeerError: something could not be sent; see `find_lost`.
             Exception: a failure on the thread that is an error of this rank.
         """
         try:
-            if self.thread is not None and not self.thread.ended_well:
-                self._round.transport.wait_for_any(self.thread.future)
-                self.thread.future.result()
+            if self.thread is not None:
+                ended, posted = self.thread.future, self._posted
+                awaited = [posted[e.position] for e in exchanges if e.position in posted]
+                for each in awaited or [ended]:
+                    if not each.done():
+                        self._round.transport.wait_for_any(each, ended)
+                if ended.done():
+                    ended.result()
             if self.failure is not None:
                 raise WireError(*self.failure)
         except WireError as error:
@@ -232,12 +241,10 @@ class FiniteFlags:
         """The flags of a bucket; None if there are none."""
         return self._by_position.get(exchange.position)
 
-    def read_pair(self, exchange: Exchange) -> None:
-        """Read the flag of a message that has its own, once it has arrived."""
-        position, found = [exchange.position], exchange.received_finite()
-        if exchange.position not in self.refused and not (found and exchange.finite):
-            self._refuse(self._round.transport.rank, position, [bool(exchange.finite)])
-            self._refuse(self._round.peers[0], position, [found])
+    def refuse(self, exchange: Exchange, ranks: set[int]) -> None:
+        """Note the ranks, by position, with values that are not finite, as the messages say."""
+        if exchange.position not in self.refused:
+            self.refused[exchange.position] = ranks
             self._warn_of(self.nonfinite)
 
     def read(self, flags: Flags) -> None:
@@ -307,10 +314,6 @@ def exchange_of(round: RoundContext, bucket: Bucket, position: int) -> Exchange:
     codec = None if round.references is None or round.is_average else bucket.codec(size)
     if size == 1:
         return Exchange(round, bucket, position)
-    if codec is not None and size == 2:
-        return CodedPair(round, bucket, position, codec)
-    if codec is not None and round.transport.sends_alone(bucket.wire_device):
-        return CodedGroup(round, bucket, position, codec)
-    if size > 2 or round.is_average:
-        return PlainGroup(round, bucket, position)
-    return PlainPair(round, bucket, position)
+    if codec is not None:
+        return (CodedPair if size == 2 else CodedGroup)(round, bucket, position, codec)
+    return (PlainGroup if size > 2 or round.is_average else PlainPair)(round, bucket, position)

@@ -21,6 +21,12 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 MOST_REFERENCES = 4
 
 
+def keeps_references(topology: Topology) -> bool:
+    """Whether there are references: no rank has any if one would have too many."""
+    ranks, most = range(topology.world_size), MOST_REFERENCES
+    return topology.period <= most or all(len(_groups(topology, r)) <= most for r in ranks)
+
+
 class SavedReference(NamedTuple):
     """The saved references of one group.
 
@@ -108,10 +114,7 @@ class References:
     """
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        # If any rank has more groups than that, no rank has references.
-        self.are_used = topology.period <= MOST_REFERENCES or all(
-            len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
-        )
+        self.are_used = keeps_references(topology)
         groups = _groups(topology, rank)
         self.groups = {ranks: GroupReference(len(ranks), self.are_used) for ranks in groups}
 
