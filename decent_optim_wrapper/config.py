@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import checks
-from decent_optim_wrapper.codecs import Codec, codec_of
+from decent_optim_wrapper.codecs import INT4, Codec, codec_of
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.schedule import (
     BeforeForward,
@@ -22,7 +22,9 @@ from decent_optim_wrapper.gossip.schedule import (
     WithinStep,
 )
 from decent_optim_wrapper.optim.gradients import params_of
+from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
+from decent_optim_wrapper.wire.references import keeps_references
 
 Overlap = bool | Literal["forward"] | Pacing
 
@@ -104,6 +106,22 @@ def default_overlap(
     return "forward" if announces and {*params_of(base)} <= {*model.parameters()} else True
 
 
+def mixes_all(model: object, mesh: object, overlap: Pacing) -> bool:
+    """Whether all ranks of a small world mix in each round by default; otherwise pairs do.
+
+    Args:
+        model: the model, before whose forward pass rounds are mixed; None if it is not known.
+        mesh: of replicas that are spread over several ranks.
+        overlap: the pacing. With `AsItArrives` no rank waits for all others.
+    """
+    return isinstance(model, nn.Module) and mesh is None and overlap.synchronous
+
+
+def default_comm_dtype(topology: Topology, mixes_all: bool) -> torch.dtype:
+    """The default of `comm_dtype`: int4 where its losses were measured, with references."""
+    return INT4 if mixes_all and keeps_references(topology) else torch.float32
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(checks.CheckedFields):
     """How the ranks of a wrapper gossip; the same on all of them.
@@ -120,7 +138,7 @@ class Settings(checks.CheckedFields):
     sync_at_start: Annotated[bool, _flag]
     """Whether all ranks start with the values of rank 0."""
     comm_dtype: Annotated[torch.dtype | Codec | None, checks.optional(_check_comm_dtype)]
-    """The format in which parameters are sent; None sends them as they are."""
+    """The format in which parameters are sent; None until the topology is known."""
     param_as_bucket_view: Annotated[bool, _flag]
     """Whether the parameters become views of the buckets."""
     on_nonfinite: Annotated[OnNonfinite, checks.one_of("raise", "skip", "ignore")]

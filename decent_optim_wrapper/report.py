@@ -28,7 +28,7 @@ _SLOWER, _WAITS = 1.2, 0.1
 # The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
 _SEND_LESS = (
-    "send fewer bits with comm_dtype=torch.int8, or mix less often with Schedule(gossip_every=4)"
+    "send fewer bits with comm_dtype=torch.int4, or mix less often with Schedule(gossip_every=4)"
 )
 _NOT_FOR_BYTES = "they share cores, or their steps vary, or the network's latency is long"
 # What each rank sends, in this order.

@@ -78,9 +78,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         local_world_size: ranks per node; None or 0 reads LOCAL_WORLD_SIZE. If nodes have
             different numbers of ranks, or ranks that are not consecutive, every rank counts as a
             node.
-        topology: a name known to `TopologyFactory`, or an instance. None means pairs:
-            "one-peer-exp" for powers of two, otherwise "greedy" or, for more than 256 ranks,
-            "base-2".
+        topology: a name known to `TopologyFactory`, or an instance. None is "complete" with `model`
+            on at most 16 ranks, except with `mesh` or `AsItArrives`. Otherwise it is pairs:
+            "one-peer-exp" for powers of two, "greedy" or, for more than 256 ranks, "base-2".
         bucket_cap_mb: upper bound of the size of a bucket, in MiB; None chooses it from the size of
             the model.
         overlap: when a round is transferred: True, False, "forward" or a `Pacing`, as above. None
@@ -103,6 +103,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             rounding never moves the mean over the ranks. The difference to a reference is rounded,
             which costs a copy of the parameters for each group of the rank. With more than 4
             groups, the parameters themselves are rounded. Exact averages are not rounded.
+            torch.float32 sends parameters of any dtype as they are. None is torch.int4 with
+            `model` and at most 4 groups, except with `mesh` or `AsItArrives`, and otherwise
+            torch.float32.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and see `synchronize` before you
             change their values by hand. Not for an RNN on a GPU: its flatten_parameters() replaces

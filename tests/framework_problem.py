@@ -20,6 +20,7 @@ RANKS = 2
 # `Plain` then has.
 GOSSIP: dict[str, Any] = {
     "topology": "ring",
+    "comm_dtype": torch.float32,
     "bucket_cap_mb": 1e-4,
     "schedule": Schedule(gossip_every=2),
 }

@@ -134,7 +134,8 @@ class Replica:
         self._parts, self._part = 1, 0
 
     def wrap(self, make_base: MakeOptimizer, **options: Any) -> DecentOptimWrapper:
-        options = {"topology": "ring", "bucket_cap_mb": self.cap_mb, **self.gossip, **options}
+        defaults = {"topology": "ring", "comm_dtype": torch.float32, "bucket_cap_mb": self.cap_mb}
+        options = {**defaults, **self.gossip, **options}
         base = make_base(list(self.model.parameters()))
         return DecentOptimWrapper(base, model=self.model, **options)
 

@@ -104,8 +104,9 @@ def flat(model: nn.Module) -> Tensor:
 def wrap(
     model: nn.Module, group: dist.ProcessGroup | None, optim_fn: Any = sgd, **options: Any
 ) -> DecentralizedDataParallel:
-    """The module, which mixes as a wrapper does by default."""
-    options = {"bucket_size_in_mb": CAP_MB, "process_group": group, "overlap": True, **options}
+    """The module, which mixes as a wrapper without a model does by default."""
+    options = {"comm_dtype": torch.float32, "overlap": True, **options}
+    options = {"bucket_size_in_mb": CAP_MB, "process_group": group, **options}
     wrapped = DecentralizedDataParallel(model, optim_fn, **options)
     assert len(wrapped.optimizer.buckets) >= 2
     return wrapped
@@ -120,7 +121,8 @@ def wrap_base(
 ) -> DecentOptimWrapper:
     """What a training loop has, with the buckets in either order."""
     base = optim_fn(list(model.named_parameters()))
-    options = {"bucket_cap_mb": CAP_MB, "process_group": group, **options}
+    options = {"comm_dtype": torch.float32, "process_group": group, **options}
+    options = {"bucket_cap_mb": CAP_MB, **options}
     if reverse:
         extras = ModuleExtras(in_backward=True, averages_state=False)
         return BackwardOptimizer(base, model=model, _extras=extras, **options)
@@ -158,7 +160,7 @@ class Training:
         cap_mb: float = CAP_MB,
         **options: Any,
     ) -> None:
-        options = {"topology": "ring", "overlap": "forward", **options}
+        options = {"topology": "ring", "overlap": "forward", "comm_dtype": torch.float32, **options}
         self.rank = rank
         # Of any class: tests read its parts.
         self.model: Any = make_model(seed=rank) if model is None else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from decent_optim_wrapper.wire.layout import saving
 SLICE = 1 << 18
 
 
-CODECS: dict[str, Codec] = {
+CODECS: dict[str, Any] = {
     "int8": codec_of(torch.int8),
     "int4": codec_of(INT4),
     "bfloat16": codec_of(torch.bfloat16),
@@ -210,4 +211,5 @@ def test_codecs_of_the_library_are_told_apart_by_their_bytes_and_texts() -> None
         with pytest.raises(ValueError, match="k expects a multiple of 4"):
             TopKCodec(k)
     with pytest.raises(ValueError, match=r"torch\.int8, torch\.int4, a Codec or None"):
-        codec_of(torch.float32)
+        codec_of(torch.int16)
+    assert codec_of(torch.float32) is None

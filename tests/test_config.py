@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from modules import make_model
 from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -34,12 +35,14 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.checks import checks_of
+from decent_optim_wrapper.codecs import INT4, Codec, codec_of
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.config import Settings
+from decent_optim_wrapper.config import Settings, default_comm_dtype
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, beat_key
 from decent_optim_wrapper.elastic.membership.liveness import ENDED
 from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix, mark_end
 from decent_optim_wrapper.start.meeting import Meeting
+from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 
 
 def defaults(record: Any) -> dict[str, Any]:
@@ -112,7 +115,8 @@ def test_the_ranks_compare_every_setting() -> None:
     options = {
         name: p.default for name, p in inspect.signature(DecentOptimWrapper).parameters.items()
     }
-    settings = Settings(**{**{name: options[name] for name in defaults(Settings)}, "overlap": True})
+    options["overlap"] = True
+    settings = Settings(**{name: options[name] for name in defaults(Settings)})
     compared = [line.partition("=")[0] for line in settings.lines()]
     assert compared == [
         *(name for name in defaults(Settings) if name != "schedule"),
@@ -120,6 +124,48 @@ def test_the_ranks_compare_every_setting() -> None:
     ]
     changed = dataclasses.replace(settings, bucket_cap_mb=3, schedule=Schedule(mixing_rate=0.5))
     assert {*changed.lines()} - {*settings.lines()} == {"bucket_cap_mb=3.0", "mixing_rate=0.5"}
+
+
+ALL, PAIRS = ("complete", INT4), ("greedy", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"model": True}, ALL),
+        ({"model": True, "overlap": True}, ALL),
+        ({"model": True, "overlap": False, "topology": "ring"}, ("ring", INT4)),
+        ({"model": True, "comm_dtype": torch.float32}, ("complete", torch.float32)),
+        ({"model": True, "overlap": AsItArrives()}, PAIRS),
+        ({}, PAIRS),
+    ],
+    ids=str,
+)
+def test_all_ranks_mix_in_int4_by_default_where_the_model_is_known(
+    options: dict[str, Any], expected: tuple[str, torch.dtype]
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Topology, Codec | None]:
+        model = make_model(rank)
+        given = {**options, "model": model} if "model" in options else options
+        optimizer = wrap([*model.parameters()], group, **given)
+        assert len(optimizer.buckets) > 1
+        return optimizer.topology, optimizer.buckets[0].codec(2)
+
+    size = 4 if "topology" in options else 3
+    topology, codec = run_threads(size, main)[0]
+    name, dtype = expected
+    assert repr(topology) == repr(TopologyFactory.create(name, size))
+    assert repr(codec) == repr(codec_of(dtype))
+
+
+def test_pairs_are_the_default_in_worlds_that_are_larger_than_the_measured_ones() -> None:
+    sizes = (2, 16, 17, 32)
+    names = [default_name(size, mixes_all=True) for size in sizes]
+    assert names == ["complete", "complete", "greedy", "one-peer-exp"]
+    # They have too many groups for references, without which int4 is coarse.
+    topologies = map(TopologyFactory.create, names, sizes)
+    dtypes = [default_comm_dtype(topology, mixes_all=True) for topology in topologies]
+    assert dtypes == [INT4, INT4, torch.float32, torch.float32]
 
 
 def outer(lr: float) -> Extension:

@@ -68,7 +68,7 @@ PACES: dict[str, dict[str, Any]] = {
     "forward": {"overlap": "forward"},
 }
 WIRES: dict[str, dict[str, Any]] = {
-    "exact": {"comm_dtype": None},
+    "exact": {"comm_dtype": torch.float32},
     "bf16": {"comm_dtype": torch.bfloat16},
     "int8": {"comm_dtype": torch.int8},
 }

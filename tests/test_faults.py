@@ -91,7 +91,7 @@ def survive(
         topology=topology,
         overlap=overlap,
         model=model,
-        comm_dtype=comm,
+        comm_dtype=comm or torch.float32,
         param_as_bucket_view=comm is None,
         timeout=TIMEOUT if "stop" in fault else LONG,
     )

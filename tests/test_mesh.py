@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
-from decent_optim_wrapper.optim import QGSGD, AccumAdamW
+from decent_optim_wrapper.optim import AccumAdamW
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +55,6 @@ BASES: dict[str, Make] = {
     "fused adamw": partial(adamw, fused=True),
     "sgd": sgd,
     "accumulating": partial(AccumAdamW, lr=0.02, accum_iter=2),
-    "quasi-global": partial(QGSGD, lr=0.1),
     "foreach sgd": partial(sgd, foreach=True),
     "foreach adamw": partial(adamw, foreach=True),
 }
@@ -214,8 +213,9 @@ def mix_before_the_forward_pass(spread: Replica) -> DecentOptimWrapper:
 
 def module(spread: Replica, **options: Any) -> DecentralizedDataParallel:
     """The module that steps in the backward pass."""
-    defaults = {"topology": "ring", "bucket_size_in_mb": CAP_MB, "overlap": True, **spread.gossip}
-    return DecentralizedDataParallel(spread.model, sgd, **{**defaults, **options})
+    defaults = {"topology": "ring", "bucket_size_in_mb": CAP_MB, "overlap": True}
+    options = {**defaults, "comm_dtype": torch.float32, **spread.gossip, **options}
+    return DecentralizedDataParallel(spread.model, sgd, **options)
 
 
 def scale_in_backward(spread: Replica, overlap: Any) -> DecentOptimWrapper:

@@ -54,7 +54,7 @@ class Recipe(NamedTuple):
     base: Any = sgd
     outer: Any = None
     late: int = 1
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype = torch.float32
 
 
 class Run:

@@ -356,6 +356,7 @@ def test_a_wrapper_starts_when_the_rounds_of_older_ones_are_finished(
         ends = []
         for model, again in zip(models, (False, True), strict=True):
             params = [*model.parameters()]
+            options |= {"comm_dtype": torch.float32}
             made: Any = partial(wrap, (), group, model=model, sync_at_start=sync, **options)
             older = made(torch.optim.SGD(params, lr=0.1))
             assert len(older.buckets) > 1

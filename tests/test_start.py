@@ -116,7 +116,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("buffers", [[SPARSE]], "ValueError: .*dense buffers .* buffer 0 is torch.sparse_coo"),
     ("buffers", [[ON_META]], "ValueError: .*buffers .* on the meta"),
     ("comm_dtype", ["bfloat16", SPARSE], "TypeError: comm_dtype expects a torch.dtype"),
-    ("comm_dtype", [torch.int16], "ValueError: comm_dtype expects torch.bfloat16"),
+    ("comm_dtype", [torch.int16], "ValueError: comm_dtype expects torch.float32"),
     ("param_as_bucket_view", [1], "TypeError: param_as_bucket_view expects a bool"),
     ("timeout", ["1", True], "TypeError: timeout expects a number of seconds"),
     ("timeout", OUT_OF_RANGE, "ValueError: timeout must be above 0 seconds"),

@@ -23,7 +23,8 @@ __all__ = [
 
 # Missing in torch's stubs.
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-_CODECS: dict[torch.dtype, Codec] = {
+_CODECS: dict[torch.dtype, Codec | None] = {
+    torch.float32: None,
     torch.bfloat16: CastCodec(torch.bfloat16),
     torch.float16: CastCodec(torch.float16),
     torch.float8_e4m3fn: Float8Codec(),
@@ -32,8 +33,8 @@ _CODECS: dict[torch.dtype, Codec] = {
 }
 
 
-def codec_of(comm_dtype: torch.dtype | Codec) -> Codec:
-    """Return the codec for a `comm_dtype`.
+def codec_of(comm_dtype: torch.dtype | Codec) -> Codec | None:
+    """Return the codec for a `comm_dtype`; None for torch.float32, which sends values as they are.
 
     Raises:
         ValueError: there is no codec for this dtype.

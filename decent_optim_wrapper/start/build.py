@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
 from operator import ne
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.checks import check_closures, instance_of
 from decent_optim_wrapper.comm.process_groups import CPU
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Settings
+from decent_optim_wrapper.config import Settings, default_comm_dtype, mixes_all
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
@@ -33,7 +33,7 @@ from decent_optim_wrapper.start.membership import Trained
 from decent_optim_wrapper.start.owners import add_owner, settle_owners
 from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.start.tensors import ModuleExtras, Tensors, check_parameters, find_tensors
-from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.topo import Topology, default_name
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
 from decent_optim_wrapper.wire.layout import Layout
@@ -147,7 +147,7 @@ class Builder:
 
     def _find_ranks(self) -> tuple[Transport, Topology]:
         """Find the ranks, and agree on their topology; collective over a process group."""
-        sharing, meeting = self.sharing, self.sharing.meeting
+        sharing, meeting, settings = self.sharing, self.sharing.meeting, self.settings
         if meeting.mesh is not None:
             # Ranks that gossip along different dimensions would not find each other.
             check_same(f"gossip_dim={meeting.gossip_dim!r}, {meeting.mesh}", sharing.transports)
@@ -159,7 +159,13 @@ class Builder:
         if not sharing.elasticity and (exchange(sharing.transports, [own])[..., 0] != own).any():
             own = 1
         with sharing.propagating_errors():
-            return transport, resolve_topology(self.topology, found.world_size, meeting, own)
+            size, of_all = found.world_size, mixes_all(self.model, meeting.mesh, settings.pacing)
+            given = default_name(size, own, of_all) if self.topology is None else self.topology
+            topology = resolve_topology(given, size, meeting, own)
+        if settings.comm_dtype is None:
+            chosen = default_comm_dtype(topology, of_all)
+            self.settings = replace(settings, comm_dtype=chosen)
+        return transport, topology
 
     def _attach(self, rank: int) -> RoundPolicy:
         """Attach the extensions; return what all rounds share."""

@@ -18,7 +18,7 @@ from decent_optim_wrapper.checks import check_fields, converted, instance_of, op
 from decent_optim_wrapper.comm.process_groups import is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import read_timeout
 from decent_optim_wrapper.start.membership import Elasticity, StoreWorld
-from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
+from decent_optim_wrapper.topo import Topology, TopologyFactory
 from decent_optim_wrapper.warn import warn
 
 _WHOLE = "a whole number or None"
@@ -187,22 +187,20 @@ def ranks_per_node(nodes: Sequence[Hashable]) -> int:
 
 
 def resolve_topology(
-    topology: str | Topology | None, world_size: int, meeting: Meeting, local_world_size: int
+    topology: str | Topology, world_size: int, meeting: Meeting, local_world_size: int
 ) -> Topology:
     """Build the topology of that name, or check that the instance fits the process group.
 
     Args:
-        topology: a name or an instance; None for the default.
+        topology: a name or an instance.
         world_size: number of ranks.
         meeting: who meets; an instance must fit its sizes.
         local_world_size: ranks per node, for a topology that is built by name.
 
     Raises:
-        TypeError: `topology` is neither a name, a `Topology` nor None.
+        TypeError: `topology` is neither a name nor a `Topology`.
         ValueError: the name is unknown, or the sizes do not fit.
     """
-    if topology is None:
-        topology = default_name(world_size, local_world_size)
     if isinstance(topology, str):
         return TopologyFactory.create(topology, world_size, local_world_size)
     if not isinstance(topology, Topology):

@@ -21,6 +21,9 @@ REGISTRY.update(
     }
 )
 
+# Losses and times of rounds of all ranks were measured with up to so many.
+_LARGEST_MEASURED = 16
+
 
 class TopologyFactory:
     """Builds topologies by name."""
@@ -64,7 +67,15 @@ class TopologyFactory:
         REGISTRY[name] = kind
 
 
-def default_name(world_size: int, local_world_size: int = 1) -> str:
-    """The name of the default topology: pairs, which mix best for their bytes."""
+def default_name(world_size: int, local_world_size: int = 1, mixes_all: bool = False) -> str:
+    """The name of the default topology: all ranks, or the pairs that mix best for their bytes.
+
+    Args:
+        world_size: number of ranks. In larger worlds than were measured it is pairs.
+        local_world_size: ranks per node.
+        mixes_all: whether all ranks are to mix.
+    """
+    if mixes_all and world_size <= _LARGEST_MEASURED:
+        return "complete"
     names = ("one-peer-exp", "greedy", "base-2")
     return next(name for name in names if REGISTRY[name].accepts(world_size, local_world_size))
