@@ -76,7 +76,8 @@ def _topologies(args: argparse.Namespace) -> str:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    return plan(Job(args.parameters, args.ranks, args.bandwidth, args.step))
+    job = args.parameters, args.ranks, args.bandwidth, args.step, args.optimizer, args.varying
+    return plan(Job(*job))
 
 
 def _comm(args: argparse.Namespace) -> str | None:
@@ -118,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         read = partial(_number, units, expected)
         job.add_argument(flag, type=read, required=True, metavar="N", help=expected)
     job.add_argument("--ranks", type=int, required=True, metavar="N", help="2 or more")
+    job.add_argument("--optimizer", choices=("AdamW", "Muon", "SGD"), default="AdamW")
+    job.add_argument("--varying", action="store_true", help="if the times of the ranks vary")
 
     comm = add("comm", _comm, "test the links between all pairs of ranks; start it with torchrun")
     comm.add_argument("--mib", type=float, default=8, help="of the large message; 8 by default")

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_script, run_script_on_ranks
-from time_to_loss import step_times
 from torch.distributed.run import determine_local_world_size
 
 from decent_optim_wrapper import __version__
@@ -64,32 +63,19 @@ def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() ->
     assert tuple(names) == suggest(12, 4)
 
 
-def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
-    # The column of 218 Mbit/s: coding takes no time in a plan, and in the lab four ranks share two
-    # cores.
-    rows = {method: int(cells[4]) / 1000 for method, *cells in step_times()[1:]}
-    alone = rows["no communication"]
-    table = printed(f"plan --parameters 5.243e6 --ranks 4 --bandwidth 218mbit --step {alone}")
-    lines = (re.split(" {2,}", line) for line in table.splitlines())
-    planned = {line[0]: float(line[1]) for line in lines if len(line) == 3 and line[1] != "s/step"}
-    for settings, row in {
-        "DDP": "DDP",
-        "DDP, bf16 hook": "DDP, bf16 hook",
-        "DecentOptimWrapper(base, model=model)": "the wrapper",
-        "DecentOptimWrapper(..., model=model, int8)": "the wrapper, int8",
-    }.items():
-        assert planned[settings] == pytest.approx(rows[row], rel=0.1), settings
-    takes = {
-        "100gbit": "take DDP",
-        "1gbit": "take DecentralizedDataParallel(..., topology",
-        "400mbit": "take DecentOptimWrapper(..., model=model, int8)",
-        "60mbit": "take DecentOptimWrapper(..., overlap=AsItArrives(), int8)",
-    }
-    for rate, taken in takes.items():
-        command = f"plan --parameters 5.243M --ranks 4 --bandwidth {rate} --step 0.3"
-        *_, advice, last = printed(command).splitlines()
-        assert last.startswith(taken), rate
-        assert "Muon x 1.5" in advice
+def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
+    plans = [
+        printed(f"plan --parameters 5.243M --bandwidth {options} --step 0.3")
+        for options in (
+            *("218mbit --ranks 4", "2gbit --ranks 4", "218mbit --ranks 16"),
+            *("218mbit --ranks 4 --optimizer Muon", "218mbit --ranks 4 --varying"),
+        )
+    ]
+    assert len({*plans}) == len(plans)
+    for text in plans:
+        *_, ratio, pick = text.splitlines()
+        assert re.match(r"an all-reduce takes \d+\.\d+ times as long as computing", ratio)
+        assert re.match(r"take .* times DDP's learning rate: it has DDP's loss", pick)
 
 
 @pytest.mark.parametrize(

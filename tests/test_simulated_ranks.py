@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import regret
 import time_to_loss
 import torch
 import torch.distributed as dist
@@ -24,8 +26,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import Int8Codec
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
+from decent_optim_wrapper.planning import plan
 
 RANKS, STEPS, LR, SEED = 4, 6, 0.01, 3
+DEFAULTS = {"topology": "one-peer-exp", "comm_dtype": torch.float32, "bucket_cap_mb": 0.06}
 INT8, CODED = Int8Codec(), {"comm_dtype": torch.int8}
 # Two sequences for each rank.
 GPT = SMALL._replace(sequences=2 * RANKS)
@@ -66,7 +70,7 @@ def real(
             process_group=group,
             model=model,
             extensions=[OuterOptimizer(method.outer)] if method.outer else [],
-            **{"bucket_cap_mb": 0.06, **options},
+            **{**DEFAULTS, **options},
         )
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(STEPS):
@@ -209,7 +213,30 @@ def test_one_fragment_that_arrives_at_once_is_diloco(monkeypatch: pytest.MonkeyP
 def test_the_tables_of_the_page_show_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
     results = time_to_loss.Results(time_to_loss.RESULTS)
-    assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
-    for optimizer in ("AdamW", "Muon"):
-        times = time_to_loss.times_to_loss(results, time_to_loss.SEEDS, optimizer)
-        assert time_to_loss.times_table(*times) in readme
+    for table in (time_to_loss.table(results, time_to_loss.SEEDS), *regret.tables().values()):
+        assert table in readme
+
+
+def test_a_plan_reads_what_was_measured(tmp_path: Path) -> None:
+    regret.write(tmp_path / "measured.csv")
+    assert (tmp_path / "measured.csv").read_text() == plan.MEASURED.read_text()
+
+
+def test_the_pick_of_a_plan_takes_little_longer_than_the_best_of_all_rows() -> None:
+    picks = set()
+    for point in regret.points():
+        for ratio in regret.RATIOS:
+            job = plan.Job(1.0, point.ranks, 1.0, 1.0, point.optimizer, point.varying > 0)
+            picked = plan.chosen(job._replace(bandwidth=job.ratio / ratio)).settings
+            rows = regret.regrets(point)
+            (method,) = (m for m, (settings, _) in regret.SETTINGS.items() if settings == picked)
+            assert rows[method].get(ratio, 1.0) <= 1.05, (point, ratio, picked)
+            picks.add(picked)
+    assert len(picks) > 1
+
+
+def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:
+    for point in regret.points():
+        rows = regret.regrets(point)
+        for method, most in regret.MOST_REGRET.items():
+            assert max(rows[method].values()) <= most, (point, method)

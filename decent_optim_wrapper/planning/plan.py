@@ -1,37 +1,31 @@
-"""The time of a step by method, from the size of the model, the network and the time of computing.
+"""Which settings reach DDP's loss first, from measured steps.
 
-With c the seconds of computing of a step, a third of it in the forward pass, and w the seconds in
-which a rank sends its parameters once, in k buckets,
-
-    DDP                            max(c + a / k', c / 3 + 2 c / (3 k') + a),  a = 2 (n - 1) / n w
-    mixed before the forward pass  c + max(w / k, w - (k - 1) / k * c / 3), sent after the step
-                                   max(c + w / k, w + c / k), sent during the backward pass
-    as it arrives                  c
-
-with k' the buckets of DDP. The time to DDP's loss is the time of the steps that were measured with
-a small GPT on 4 ranks (`examples/benchmark/time_to_loss.py`). Coding takes no time here, and all
-ranks compute equally fast.
+The time to DDP's loss is the time of a step, measured for ratios of an all-reduce to computing
+(`examples/benchmark/step_time.py`), times the steps until DDP's loss, measured with a small GPT
+(`examples/benchmark/time_to_loss.py`). `examples/benchmark/regret.py` writes both to a table, of 4,
+8 and 16 ranks.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from decent_optim_wrapper.report import table
 from decent_optim_wrapper.topo import Group
 
-_FORWARD = 1 / 3
-# The share of the headers of TCP, IP and Ethernet.
+MEASURED = Path(__file__).with_name("measured.csv")
+# Of TCP, IP and Ethernet.
 _HEADERS = 1.04
-_BUCKETS = 16
-_BUCKET_OF_DDP = 25 << 20
-# A byte for each float32, and a scale for each 256.
-_INT8 = 0.254
-_HEAD = "settings", "s/step", "speed-up to DDP's loss"
-# A method is fast enough if it takes at most this many times as long as the fastest.
-_FAST = 1.1
+# Settings are fast enough if they take at most this many times as long as the fastest.
+_FAST = 1.05
+# What an int8 copy of the parameters takes of the time of an all-reduce of 4 ranks, and the steps
+# that a round takes longer to DDP's loss for each step that it arrives later.
+_INT8_COPY, _LATER = 0.254 / 1.5, 0.16
 
 
 class Job(NamedTuple):
@@ -42,71 +36,86 @@ class Job(NamedTuple):
         ranks: number of ranks.
         bandwidth: bytes per second that a rank sends, and receives at the same time.
         compute: seconds of the forward and backward pass and the update of a step.
+        optimizer: "AdamW", "Muon" or "SGD".
+        varying: whether the ranks' times vary from step to step.
     """
 
     parameters: float
     ranks: int
     bandwidth: float
     compute: float
+    optimizer: str = "AdamW"
+    varying: bool = False
 
-    def wire(self, share: float = 1.0) -> float:
-        """The seconds in which a rank sends a share of the bytes of its parameters."""
-        return share * 4 * self.parameters * _HEADERS / self.bandwidth
-
-    def all_reduce(self, share: float = 1.0) -> float:
-        """The seconds of an all-reduce of a share of the bytes of its parameters."""
-        return Group(range(self.ranks)).copies_sent * self.wire(share)
-
-
-def _all_reduced(job: Job, share: float) -> float:
-    buckets = -(-4 * job.parameters // _BUCKET_OF_DDP)
-    summed, c = job.all_reduce(share), job.compute
-    return max(c + summed / buckets, c * (_FORWARD + (1 - _FORWARD) / buckets) + summed)
+    @property
+    def ratio(self) -> float:
+        """The time of an all-reduce over the time of computing."""
+        nbytes = Group(range(self.ranks)).copies_sent * 4 * self.parameters * _HEADERS
+        return nbytes / self.bandwidth / self.compute
 
 
-def _before_forward(job: Job, share: float) -> float:
-    w, hidden = job.wire(share), (_BUCKETS - 1) / _BUCKETS * _FORWARD * job.compute
-    return job.compute + max(w / _BUCKETS, w - hidden)
+class Measured(NamedTuple):
+    """A setting, as it was measured.
 
+    Args:
+        settings: what is written.
+        base: the optimizer, of which "noise of n" is `optim.AdamW`.
+        rate: the best learning rate over DDP's best.
+        steps: the steps until DDP's loss, over DDP's.
+        seconds: the time of a step over the time of computing, by ratio.
+    """
 
-def _in_backward(job: Job, share: float) -> float:
-    w, c = job.wire(share), job.compute
-    return max(c + w / _BUCKETS, w + c / _BUCKETS)
-
-
-def _as_it_arrives(job: Job, share: float) -> float:
-    return job.compute
-
-
-class _Method(NamedTuple):
     settings: str
-    step_seconds: Callable[[Job, float], float]
-    share: float = 1.0
-    # Steps to DDP's loss, relative to DDP's steps.
-    steps: float = 1.06
+    base: str
+    rate: float
+    steps: float
+    seconds: dict[float, float]
 
-    def gain(self, job: Job) -> float:
-        """DDP's time to its loss, relative to the time that this method takes."""
-        seconds = self.step_seconds(job, self.share)
-        # How many steps late a round arrives.
-        late = max(0, math.ceil(job.wire(self.share) / seconds) - 1)
-        return _all_reduced(job, 1.0) / (seconds * (self.steps + 0.16 * late))
+    def step(self, ratio: float) -> float:
+        """The time of a step over the time of computing, at any ratio."""
+        points = sorted(self.seconds.items())
+        if ratio <= points[0][0]:
+            return points[0][1]
+        for (start, low), (end, high) in pairwise(points):
+            if ratio <= end:
+                return low + (high - low) * (ratio - start) / (end - start)
+        # Then bytes are all that counts, and no setting gains more than at the last ratio.
+        return points[-1][1] * ratio / points[-1][0]
+
+    def loss_time(self, ratio: float) -> float:
+        """The time until DDP's loss, for each step of DDP, over the time of computing."""
+        return self.step(ratio) * (self.steps + lateness(self.settings, ratio))
 
 
-# Methods with lower losses come first.
-_METHODS = (
-    _Method("DDP", _all_reduced, steps=1.0),
-    _Method("DDP, bf16 hook", _all_reduced, 0.5, 1.02),
-    _Method("DecentOptimWrapper(base, model=model)", _before_forward),
-    _Method('DecentralizedDataParallel(..., topology="one-peer-exp")', _in_backward),
-    _Method("DecentOptimWrapper(..., model=model, int8)", _before_forward, _INT8),
-    _Method('DecentralizedDataParallel(..., topology="one-peer-exp", int8)', _in_backward, _INT8),
-    _Method("DecentOptimWrapper(..., overlap=AsItArrives(), int8)", _as_it_arrives, _INT8, 1.09),
-)
+def lateness(settings: str, ratio: float) -> float:
+    """How many more steps rounds that arrive later need; 0 if they do not."""
+    is_late = "AsItArrives" in settings
+    return is_late * _LATER * max(0, math.ceil(_INT8_COPY * ratio) - 1)
+
+
+@cache
+def _measured(ranks: int, optimizer: str, varying: bool) -> tuple[Measured, ...]:
+    """The rows of the number of ranks that is nearest, by their steps."""
+    with MEASURED.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    rows = [row for row in rows if row[2:4] == [str(int(varying)), optimizer]]
+    nearest = min({int(row[1]) for row in rows}, key=lambda n: abs(math.log(n / ranks)))
+    found = [
+        Measured(
+            settings=settings,
+            base=base,
+            rate=float(rate),
+            steps=float(steps),
+            seconds={float(r): float(t) for r, t in zip(head[7:], times, strict=True) if t},
+        )
+        for settings, of, _, _, base, rate, steps, *times in rows
+        if int(of) == nearest
+    ]
+    return tuple(sorted(found, key=lambda each: each.steps))
 
 
 def plan(job: Job) -> str:
-    """The seconds of a step by method, and which to take.
+    """The seconds of a step by setting, and which to take.
 
     Args:
         job: the model, the ranks and the network.
@@ -114,16 +123,33 @@ def plan(job: Job) -> str:
     Raises:
         ValueError: a figure is not positive, or there is only one rank.
     """
-    if job.ranks < 2 or not all(figure > 0 for figure in job):
+    if job.ranks < 2 or not all(figure > 0 for figure in job[:4]):
         raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
-    rows = [(m.settings, m.step_seconds(job, m.share), m.gain(job)) for m in _METHODS]
-    ratio, fast = job.all_reduce() / job.compute, max(gain for *_, gain in rows) / _FAST
-    taken = next(settings for settings, _, gain in rows if gain >= fast)
-    methods = [dict(zip(_HEAD, row, strict=True)) for row in rows]
-    lines = [
-        table(methods),
-        f"an all-reduce takes {ratio:.2f} times as long as computing a step",
-        f"learning rate over DDP's: AdamW, Muon x {1.5 if job.ranks < 8 else 2.25}, SGD x 0.67",
-        f"take {taken}; int8 is comm_dtype=torch.int8",
+    rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
+    taken, ddp = chosen(job), next(row for row in rows if row.settings == "DDP")
+    methods = [
+        {
+            "settings": row.settings,
+            "s/step": job.compute * row.step(ratio),
+            "steps": row.steps,
+            "speed-up to DDP's loss": ddp.loss_time(ratio) / row.loss_time(ratio),
+        }
+        for row in rows
     ]
-    return "\n".join(lines)
+    gain = ddp.loss_time(ratio) / taken.loss_time(ratio)
+    base = "decent_optim_wrapper.optim.AdamW" if "noise" in taken.base else taken.base
+    return "\n".join(
+        [
+            table(methods),
+            f"an all-reduce takes {ratio:.2f} times as long as computing a step",
+            f"take {taken.settings} with {base} at {taken.rate:g} times DDP's learning rate: it "
+            f"has DDP's loss after {taken.steps:.2f} times as many steps, {gain:.1f} times as soon",
+        ]
+    )
+
+
+def chosen(job: Job) -> Measured:
+    """The settings with the fewest steps that are fast enough."""
+    rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
+    least = min(row.loss_time(ratio) for row in rows)
+    return next(row for row in rows if row.loss_time(ratio) <= _FAST * least)

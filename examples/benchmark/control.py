@@ -22,10 +22,11 @@ import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
 from methods import METHODS, Recipe
+from regret import SETTINGS
 from simulated_ranks import BETAS
 from stacked_gpt import SMALL
 from step_time import HEADERS
-from time_to_loss import PICTURE, RESULTS, SEEDS, Results, Row, best, rate, steps_needed
+from time_to_loss import RESULTS, SEEDS, Results, Row, best, rate, steps_needed
 from torch import Tensor, nn
 
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
@@ -118,7 +119,7 @@ def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
 
 def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
     """The best learning rate of a method, and its steps until DDP's loss; None if not measured."""
-    results, row = Results(RESULTS), Row(PICTURE.get(method, "DDP"))
+    results, row = Results(RESULTS), Row(SETTINGS.get(method, ("", "DDP"))[1])
     found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
     if found is None or needed is None:
         return None
@@ -128,7 +129,7 @@ def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 4], metavar="RATIO")
-    default = [name for name in PICTURE if name in METHODS]
+    default = [name for name in SETTINGS if name in METHODS]
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=default)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

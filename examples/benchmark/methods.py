@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -15,8 +16,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import AsItArrives, DecentOptimWrapper
-from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.topo import Hierarchical
 
 
 class Recipe(NamedTuple):
@@ -118,7 +120,17 @@ def module(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
     return Training(network, recipe)
 
 
-pairs = partial(module, topology="one-peer-exp")
+def fours(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
+    """The module with groups of four ranks; all ranks, if there are no more."""
+    size = dist.get_world_size()
+    if size <= 4:
+        return module(model, recipe, **options)
+    groups = Hierarchical(size, 4, inner="complete")
+    return module(model, recipe, topology=groups, local_world_size=4, **options)
+
+
+IN_PAIRS: dict[str, Any] = {"topology": "one-peer-exp"}
+FLOAT32, INT8 = {"comm_dtype": torch.float32}, {"comm_dtype": torch.int8}
 METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
     "DDP": ddp,
@@ -129,18 +141,21 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "PostLocalSGD 8": partial(post_local_sgd, period=8),
     "decent-dp": decent_dp,
     "the wrapper": wrapper,
-    "the wrapper, int8": partial(wrapper, comm_dtype=torch.int8),
+    "the wrapper, float32": partial(wrapper, **FLOAT32),
+    "the wrapper, pairs, float32": partial(wrapper, **IN_PAIRS, **FLOAT32),
+    "the wrapper, pairs, int8": partial(wrapper, **IN_PAIRS, **INT8),
+    "the wrapper, pairs, int4": partial(wrapper, **IN_PAIRS),
+    "the wrapper, delayed": partial(wrapper, overlap=True),
     "the wrapper without the model": partial(wrapper, known=False),
-    "the wrapper without the model, int8": partial(wrapper, known=False, comm_dtype=torch.int8),
+    "the wrapper without the model, int8": partial(wrapper, known=False, **INT8),
     "the wrapper, as it arrives": partial(wrapper, overlap=AsItArrives()),
-    "the wrapper, as it arrives, int8": partial(
-        wrapper, overlap=AsItArrives(), comm_dtype=torch.int8
-    ),
-    "the module, complete": partial(module, topology="complete"),
-    "the module, pairs": pairs,
-    "the module, pairs, int8": partial(pairs, comm_dtype=torch.int8),
-    "the module, pairs, int4": partial(pairs, comm_dtype=INT4),
-    "the module, complete, int8": partial(module, topology="complete", comm_dtype=torch.int8),
-    "the module, complete, int4": partial(module, topology="complete", comm_dtype=INT4),
-    "the wrapper, complete, int4": partial(wrapper, topology="complete", comm_dtype=INT4),
+    "the wrapper, as it arrives, int8": partial(wrapper, overlap=AsItArrives(), **INT8),
+    "the module": module,
+    "the module, int8": partial(module, **INT8),
+    "the module, float32": partial(module, **FLOAT32),
+    "the module, pairs, float32": partial(module, **IN_PAIRS, **FLOAT32),
+    "the module, pairs, int8": partial(module, **IN_PAIRS, **INT8),
+    "the module, pairs, int4": partial(module, **IN_PAIRS),
+    "the module, fours, int4": fours,
+    "the module, top-k": partial(module, comm_dtype=TopKCodec()),
 }

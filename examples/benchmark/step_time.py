@@ -8,11 +8,17 @@ without them, plain loopback). The model has 10 layers whose forward and backwar
 with momentum, gloo, and every method with its own defaults. The times may vary from step to step,
 and rank 0 may be slower than the others. One method with 20 MiB takes 5 s of CPU time, of all ranks
 together, and 15 s in all; by default it runs all methods with three sizes.
+
+Ranks that share cores work at the same time, so they take longer than on machines of their own.
+With --slow-motion 2 (four ranks on two cores) all that takes no CPU, which is computing and the
+wire, takes twice as long, and the result is halved: the work of a rank then counts as it does on a
+core of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import os
 import random
@@ -55,10 +61,12 @@ class Workload(NamedTuple):
     Args:
         jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
         slow_factor: how many times longer rank 0 takes.
+        slow_motion: how many times longer computing takes than in the result.
     """
 
     jitter: float = 0.0
     slow_factor: float = 1.0
+    slow_motion: float = 1.0
 
 
 class _Clock:
@@ -106,6 +114,7 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
     """Run in every rank: mean seconds per step."""
     init_distributed()
     training = METHODS[method](build_model(size_mib), RECIPE)
+    _Clock.factor = workload.slow_motion
     inputs = torch.ones(1, requires_grad=True)
     for _ in range(warmup):
         training.step(inputs)
@@ -115,7 +124,7 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
         training.step(inputs)
     waits, mixes = [], []
     chance = random.Random(dist.get_rank())
-    slow = workload.slow_factor if dist.get_rank() == 0 else 1.0
+    slow = workload.slow_motion * (workload.slow_factor if dist.get_rank() == 0 else 1.0)
     sigma = workload.jitter
     start = time.perf_counter()
     for _ in range(steps):
@@ -124,12 +133,13 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
         if training.ours is not None:
             waits.append(training.ours.stats().wait_seconds)
             mixes.append(training.ours.stats().mix_seconds)
-    seconds = (time.perf_counter() - start) / steps
+    steps_made = steps * workload.slow_motion
+    seconds = (time.perf_counter() - start) / steps_made
     training.finish()
     dist.barrier()
     if not waits:
         return Timing(seconds)
-    return Timing(seconds, sum(waits) / steps, sum(mixes) / steps)
+    return Timing(seconds, sum(waits) / steps_made, sum(mixes) / steps_made)
 
 
 def bits(rate: str) -> float:
@@ -154,25 +164,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
-    parser.add_argument("--rates", nargs="+", metavar="RATE", help="one size behind each of these")
+    text = "one size behind links whose all-reduce takes so many times as long as computing"
+    parser.add_argument("--ratios", type=float, nargs="+", metavar="RATIO", help=text)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
     parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal times")
     parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
+    text = "how many times slower than it is all that takes no CPU goes, before times are divided"
+    parser.add_argument("--slow-motion", type=float, default=1.0, metavar="TIMES", help=text)
     picture = Path("runs/step_time.png")
-    parser.add_argument("--output", type=Path, default=picture, help="the picture, with --rates")
+    parser.add_argument("--output", type=Path, default=picture, help="the picture, with --ratios")
+    parser.add_argument("--csv", type=Path, help="file to which rows are added, with --ratios")
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
-    args.sizes = args.sizes[:1] if args.rates else args.sizes
+    args.sizes = args.sizes[:1] if args.ratios else args.sizes
     args.methods = args.methods or [*METHODS]
     return args
 
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
     """The mean over the ranks, without rank 0 if it is slower than the others."""
-    workload = Workload(args.jitter, args.slow_factor)
+    workload = Workload(args.jitter, args.slow_factor, args.slow_motion)
     call = (measure, method, size, args.steps, args.warmup, workload)
     ranks = netlab.run(where, args.ranks, *call, timeout=240)
     if workload.slow_factor > 1:
@@ -185,21 +199,31 @@ def median(timings: list[Timing]) -> Timing:
     return sorted(timings)[len(timings) // 2]
 
 
-def over_rates(args: argparse.Namespace) -> None:
+def rate_of(ratio: float, size_mib: float, args: argparse.Namespace) -> str:
+    """The rate of a link at which an all-reduce takes `ratio` times the computing; "" for 0."""
+    if not ratio:
+        return ""
+    bits = Group(range(args.ranks)).copies_sent * size_mib * MIB * 8 * HEADERS / args.slow_motion
+    return f"{bits / ratio / (FORWARD_SECONDS + BACKWARD_SECONDS) / 1e3:.0f}kbit"
+
+
+def over_ratios(args: argparse.Namespace) -> None:
     """Measure one size behind links of several rates; print a table, and draw it."""
     (size,) = args.sizes
-    ratios, rows = [], {method: [] for method in args.methods}
-    for rate in args.rates:
-        seconds = Group(range(args.ranks)).copies_sent * wire_seconds(size, rate)
-        ratios.append(seconds / (FORWARD_SECONDS + BACKWARD_SECONDS))
-        with netlab.lab(args.ranks, netlab.possible(rate)) as where:
+    rows: dict[str, list[float]] = {method: [] for method in args.methods}
+    for ratio in args.ratios:
+        rate = netlab.possible(rate_of(ratio, size, args))
+        with netlab.lab(args.ranks, rate) as where:
             for method, row in rows.items():
                 row.append(run_cell(args, where, method, size).step)
-                print(f"{method}, {rate}: {1000 * row[-1]:.0f} ms", flush=True)
-    head, rule, *lines = table(args.rates, rows).splitlines()
-    reduced = "| all-reduce / computing | " + " | ".join(f"{r:.2f}" for r in ratios) + " |"
-    print("", head, rule, reduced, *lines, sep="\n")
-    draw_ratios(ratios, rows, args.output)
+                print(f"{method}, {ratio:g}: {1000 * row[-1]:.0f} ms", flush=True)
+                if args.csv:
+                    cells = args.ranks, args.jitter, ratio, method, round(1000 * row[-1], 1)
+                    args.csv.parent.mkdir(parents=True, exist_ok=True)
+                    with args.csv.open("a", newline="") as file:
+                        csv.writer(file, lineterminator="\n").writerow(cells)
+    print("", table([f"{ratio:g}" for ratio in args.ratios], rows), sep="\n")
+    draw_ratios(args.ratios, rows, args.output)
 
 
 def draw_ratios(
@@ -248,8 +272,8 @@ def main() -> None:
         print("decent-dp is not installed (pip install decent-dp): left out")
         args.methods.remove("decent-dp")
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
-    if args.rates:
-        over_rates(args)
+    if args.ratios:
+        over_ratios(args)
         return
     args.rate = netlab.possible(args.rate)
     runs: dict[tuple[str, float], list[Timing]] = {}

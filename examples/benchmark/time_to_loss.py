@@ -5,11 +5,11 @@
 A GPT of 98,304 parameters sees 20 tokens per parameter of Python's own sources, and larger ones of
 torch's. The ranks are simulated in one process (`simulated_ranks.py`), for all seeds at once. For
 each row, learning rates that are a factor of 1.5 apart are tried until the best one is at no end.
-With its best rate a method of the small model then trains longer, until it has DDP's loss: these
-steps, times the seconds of a step that `step_time.py` measured, are the picture. What is in the
-file of results is not measured again, so the script can be stopped at any time. A training of the
-small model takes half a minute on one core, all of them hours; with --device cuda --jobs 14 they
-take minutes.
+With its best rate a method of the small model then trains longer, until it has DDP's loss:
+`regret.py` multiplies these steps by the seconds of a step that `step_time.py` measured. What is in
+the file of results is not measured again, so the script can be stopped at any time. A training of
+the small model takes half a minute on one core, all of them hours; with --device cuda --jobs 14
+they take minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import torch
 from simulated_ranks import OPTIMIZERS, Method, train
 from stacked_gpt import SIZES, SMALL, StackedGPT
 from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
-from step_time import draw_ratios
 from torch.optim import SGD
 
 from decent_optim_wrapper.codecs import Codec, Int4Codec, Int8Codec, TopKCodec
@@ -212,22 +211,6 @@ ROWS += [
 SEEDS = (0, 1, 2)
 # In steps of the schedule that all rows share.
 LENGTHS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2)
-# By the name of a method of `methods.py`, the row that trains like it.
-PICTURE = {
-    "DDP": "DDP",
-    "DDP, bf16 hook": "DDP, bf16 hook",
-    "PostLocalSGD 8": "PostLocalSGD 8",
-    "DiLoCo 8": "DiLoCo 8",
-    "DiLoCo 30": "DiLoCo 30",
-    "decent-dp": "decent-dp",
-    "the wrapper": "ours",
-    "the wrapper, int8": "ours, int8",
-    "the module, pairs": "ours",
-    "the module, pairs, int8": "ours, int8",
-    "the module, pairs, int4": "ours, int4",
-}
-# Steps between two all-reduces of what is not measured there, and the time of computing.
-PERIODS, COMPUTING_MS = {"PostLocalSGD 8": 8, "DiLoCo 8": 8, "DiLoCo 30": 30}, 300
 EXPONENTS = range(-12, 24)
 
 
@@ -403,45 +386,6 @@ def table(results: Results, seeds: Sequence[int]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
-def step_times() -> list[list[str]]:
-    """The rows of the page's table of the time per step over links of different rates."""
-    page = Path(__file__).with_name("README.md").read_text()
-    rest = page.partition("\n| all-reduce / computing |")[2]
-    lines = rest.partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def times_to_loss(
-    results: Results, seeds: Sequence[int], optimizer: str = "AdamW"
-) -> tuple[list[float], dict[str, list[float]]]:
-    """The ratios of that table, and by method the time until DDP's loss in ms per step of DDP."""
-    ratios, *rows = step_times()
-    times = {method: [float(time) for time in row] for method, *row in rows}
-    for method, period in PERIODS.items():
-        # They wait for an all-reduce after every so many steps.
-        bare = zip(times["no communication"], map(float, ratios), strict=True)
-        computed = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
-        times.setdefault(method, computed)
-    rows_of = {name: Row(PICTURE[name], optimizer=optimizer) for name in PICTURE if name in times}
-    needed = {method: steps_needed(results, row, seeds) for method, row in rows_of.items()}
-    found = {
-        method: [steps * time for time in times[method]]
-        for method, steps in needed.items()
-        if steps is not None
-    }
-    return [float(ratio) for ratio in ratios], found
-
-
-def times_table(ratios: list[float], times: dict[str, list[float]]) -> str:
-    """DDP's time until its loss, relative to the other methods'."""
-    lines = ["| all-reduce / computing | " + " | ".join(f"{ratio:g}" for ratio in ratios) + " |"]
-    lines.append("|---" * (len(ratios) + 1) + "|")
-    for method, row in times.items():
-        cells = [f"{base / own:.2f}" for base, own in zip(times["DDP"], row, strict=True)]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def spread(values: Sequence[float], digits: int) -> str:
     """Mean and standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
@@ -458,7 +402,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="at most so many of the schedule")
     parser.add_argument("--results", type=Path, default=RESULTS, help="read, and written")
     parser.add_argument("--table", action="store_true", help="print what is there, and stop")
-    parser.add_argument("--picture", type=Path, help="file for the time to DDP's loss")
     parser.add_argument("--device", default="cpu", help="of the trainings")
     parser.add_argument("--jobs", type=int, default=1, help="rows that are measured at a time")
     return parser.parse_args(arguments)
@@ -475,14 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         list(each(partial(measure, *common), rows))
         timed = [row for row in rows if row.gpt == SMALL and args.steps is None]
         list(each(partial(lengthen, *common), timed))
-    results = Results(args.results, args.steps)
-    print(table(results, args.seeds))
-    found = {name: times_to_loss(results, args.seeds, name) for name in ("AdamW", "Muon")}
-    for optimizer, (ratios, times) in found.items():
-        if "DDP" in times:
-            print(f"\nwith {optimizer}:\n{times_table(ratios, times)}")
-    if args.picture:
-        draw_ratios(*found["AdamW"], args.picture, what="times as fast to DDP's loss as DDP")
+    print(table(Results(args.results, args.steps), args.seeds))
 
 
 if __name__ == "__main__":
