@@ -107,7 +107,7 @@ def default_overlap(
 
 
 def mixes_all(model: object, mesh: object, overlap: Pacing) -> bool:
-    """Whether all ranks of a small world mix in each round by default; otherwise pairs do.
+    """Return whether all ranks of a small world mix in each round by default; otherwise pairs do.
 
     Args:
         model: the model, before whose forward pass rounds are mixed; None if it is not known.

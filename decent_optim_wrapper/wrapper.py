@@ -48,7 +48,7 @@ from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 
 class DecentOptimWrapper(DelegatingOptimizer, Joinable):
-    """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
+    """Wraps an optimizer so that every `step()` also averages parameters with other ranks.
 
     Let x_i be the parameters of rank i, W_t the mixing matrix of round t, and u(x) the local update
     that the base optimizer computes from the gradient at x. One `step()` then computes
@@ -105,7 +105,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             groups, the parameters themselves are rounded. Exact averages are not rounded.
             torch.float32 sends parameters of any dtype as they are. None is torch.int4 with
             `model` and at most 4 groups, except with `mesh` or `AsItArrives`, and otherwise
-            torch.float32.
+            torch.float32. Over NCCL groups of more than two ranks send whole values.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and see `synchronize` before you
             change their values by hand. Not for an RNN on a GPU: its flatten_parameters() replaces

@@ -137,13 +137,15 @@ def plan(job: Job) -> str:
         for row in rows
     ]
     gain = ddp.loss_time(ratio) / taken.loss_time(ratio)
-    base = "decent_optim_wrapper.optim.AdamW" if "noise" in taken.base else taken.base
+    # The noise of all ranks is what that AdamW has, also beside Muon.
+    own = taken.base.replace("AdamW, noise", "decent_optim_wrapper.optim.AdamW, noise")
+    base = own.replace("Muon, noise", "Muon, the rest with decent_optim_wrapper.optim.AdamW, noise")
     return "\n".join(
         [
             table(methods),
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
             f"take {taken.settings} with {base} at {taken.rate:g} times DDP's learning rate: it "
-            f"has DDP's loss after {taken.steps:.2f} times as many steps, {gain:.1f} times as soon",
+            f"has DDP's loss after {taken.steps:.2f} times as many steps, {gain:.1f} times as fast",
         ]
     )
 

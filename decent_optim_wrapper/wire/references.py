@@ -22,7 +22,7 @@ MOST_REFERENCES = 4
 
 
 def keeps_references(topology: Topology) -> bool:
-    """Whether there are references: no rank has any if one would have too many."""
+    """Return whether there are references: no rank has any if one would have too many."""
     ranks, most = range(topology.world_size), MOST_REFERENCES
     return topology.period <= most or all(len(_groups(topology, r)) <= most for r in ranks)
 

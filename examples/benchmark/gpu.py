@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from decent_optim_wrapper import GradientTracking, Late, OuterOptimizer, Schedule, StateGossip
 from decent_optim_wrapper.checkpoint import Checkpoints
+from decent_optim_wrapper.codecs import INT4
 
 MIB = 1024 * 1024
 LAYERS = 24
@@ -339,6 +340,7 @@ TRAJECTORIES: dict[str, dict[str, Any]] = {
         "param_as_bucket_view": True,
     },
     "int8, complete": {"comm_dtype": torch.int8, "topology": "complete"},
+    "int4, complete": {"comm_dtype": INT4, "topology": "complete"},
     "float8": {"comm_dtype": torch.float8_e4m3fn},
 }
 
@@ -361,7 +363,8 @@ def trajectories(setup: Setup, steps: int) -> dict[str, list[float]]:
         # The random numbers of a GPU are others.
         model = build_model(TRAJECTORY_MIB, torch.device("cpu")).to(device)
         start = flatten(model.parameters())
-        training = wrapper(model, MOMENTUM, bucket_cap_mb=CAP_MB, **options)
+        options = {"comm_dtype": torch.float32, "bucket_cap_mb": CAP_MB, **options}
+        training = wrapper(model, MOMENTUM, **options)
         train(training, batch_for(model, device), steps)
         training.finish()
         moves[name] = (flatten(model.parameters()) - start).tolist()

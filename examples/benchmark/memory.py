@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_optim_wrapper import DecentOptimWrapper, GradientTracking
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
 MIB = 2**20
@@ -91,10 +92,11 @@ def in_backward(model: nn.Module, **options: Any) -> Step:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
+    "": {"comm_dtype": torch.float32},
     ", bf16": {"comm_dtype": torch.bfloat16},
     ", int8": {"comm_dtype": torch.int8},
-    ", tracking": {"extensions": [GradientTracking()]},
+    ", int4": {"comm_dtype": INT4},
+    ", tracking": {"extensions": [GradientTracking()], "comm_dtype": torch.float32},
     ", tracking, int8": {"extensions": [GradientTracking()], "comm_dtype": torch.int8},
 }
 

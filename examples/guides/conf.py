@@ -32,7 +32,7 @@ CONTENTS = {
     "examples/guides/README": tuple(
         f"examples/guides/{page}"
         for page in (
-            *("training", "schedules", "topologies", "options", "module"),
+            *("training", "slow_network", "schedules", "topologies", "options", "module"),
             *("checkpoints", "elastic", "clusters", "frameworks", "mesh", "gpu"),
             *("troubleshooting", "extending", "how_it_works"),
         )
