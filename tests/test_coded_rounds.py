@@ -324,7 +324,8 @@ def test_a_codec_that_fails_is_the_error_of_its_rank_and_the_others_name_that_ra
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params(seed=rank)
-        codec = NotedThreads(fails_at=12 if rank == 1 else 0)
+        # The first call codes what is sent; later ones may code the mean of a group.
+        codec = NotedThreads(fails_at=1 if rank == 1 else 0)
         optimizer = wrap(params, group, CASES[case], comm_dtype=codec, timeout=20)
         try:
             take_drawn_steps(optimizer, params, rank, range(12))
