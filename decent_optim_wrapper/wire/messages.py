@@ -132,7 +132,7 @@ class Messages:
         The arguments are the fields of `Expected`.
 
         Raises:
-            PeerError: a work has failed; see `lost`.
+            PeerError: a work has failed; see `find_lost`.
         """
         try:
             # Another stream may wait again for the works of a GPU.
@@ -144,7 +144,7 @@ class Messages:
         """Wait until `watch` or one of the others has arrived.
 
         Raises:
-            PeerError: `watch` has failed; see `lost`.
+            PeerError: `watch` has failed; see `find_lost`.
         """
         try:
             self._round.transport.wait_until(watch.future, *(each.future for each in others))

@@ -152,10 +152,15 @@ def step_times() -> dict[tuple[int, float, str], dict[float, float]]:
     return found
 
 
+def row_of(point: Point, method: str) -> dict[float, float]:
+    """Milliseconds of a step by ratio; empty if not measured."""
+    return step_times().get((min(point.ranks, 8), point.varying, method), {})
+
+
 def times(point: Point, method: str) -> dict[float, float]:
     """The time to DDP's loss by ratio, in milliseconds for each step of DDP; empty if not known."""
     of = known(SETTINGS[method][1], point.ranks, point.optimizer)
-    row = step_times().get((min(point.ranks, 8), point.varying, method), {})
+    row = row_of(point, method)
     if of is None:
         return {}
     return {r: ms * (of.steps + plan.lateness(SETTINGS[method][0], r)) for r, ms in row.items()}
@@ -286,7 +291,7 @@ def write(path: Path) -> None:
         for point in points():
             for method, (settings, name) in SETTINGS.items():
                 of = known(name, point.ranks, point.optimizer)
-                row = step_times().get((min(point.ranks, 8), point.varying, method), {})
+                row = row_of(point, method)
                 if of is not None and row:
                     cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in RATIOS]
                     where = point.ranks, int(bool(point.varying)), point.optimizer
