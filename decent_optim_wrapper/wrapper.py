@@ -722,8 +722,7 @@ def _check_forward_pass(coordinator: Coordinator) -> None:
             f"rank {coordinator.rounds.session.transport.initial_rank}: step() expects a forward "
             f"pass of the model since the last step, which mixes the parameters, but no module was "
             f"called: the gradients belong to other parameters. Call the model or its modules, or "
-            f"synchronize() before parameters are read in another way; set gradients to None for a "
-            f"step without a batch"
+            f"synchronize() before other reads; without a batch, set gradients to None"
         )
         coordinator.report_and_close(error)
         raise error

@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapper": _WRAPPER,
     **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint")},
     "integrations": {*_WRAPPER, "wrapper", "checkpoint"},
-    "planning": {"topo", "comm", "start", "report"},
+    "planning": {"topo", "comm", "start", "report", "wire"},
     # Ranks that come and go: the core does not know of them.
     "elastic": set(),
     "elastic.stores": {"comm", "errors", "start"},

@@ -23,10 +23,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 
-from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
-from decent_optim_wrapper.codecs import Int8Codec
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    TopologyFactory,
+)
+from decent_optim_wrapper.codecs import Int8Codec, TopKCodec
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.planning import plan
+from decent_optim_wrapper.topo import Hierarchical
+from decent_optim_wrapper.wire.references import keeps_references
 
 RANKS, STEPS, LR, SEED = 4, 6, 0.01, 3
 DEFAULTS = {"topology": "one-peer-exp", "comm_dtype": torch.float32, "bucket_cap_mb": 0.06}
@@ -229,10 +239,41 @@ def test_the_pick_of_a_plan_takes_little_longer_than_the_best_of_all_rows() -> N
             job = plan.Job(1.0, point.ranks, 1.0, 1.0, point.optimizer, point.varying > 0)
             picked = plan.chosen(job._replace(bandwidth=job.ratio / ratio)).settings
             rows = regret.regrets(point)
-            (method,) = (m for m, (settings, _) in regret.SETTINGS.items() if settings == picked)
+            (method,) = (
+                method
+                for method, (settings, _) in regret.SETTINGS.items()
+                if plan.written(settings, point.ranks) == picked
+            )
             assert rows[method].get(ratio, 1.0) <= 1.05, (point, ratio, picked)
             picks.add(picked)
     assert len(picks) > 1
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 32])
+def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
+    """Above 16 ranks the defaults are others, and pairs have too many partners for references."""
+    rows = {plan.written(text, ranks): name for text, name in regret.SETTINGS.values()}
+    optimizers = "AdamW", "Muon", "SGD"
+    jobs = [plan.Job(1e6, ranks, 1e6 / r, 1.0, o) for r in (2.0, 100.0) for o in optimizers]
+    picks = {plan.chosen(job).settings for job in jobs}
+    kinds = AsItArrives, DecentOptimWrapper, DecentralizedDataParallel, Hierarchical, TopKCodec
+    names = {"torch": torch, **{kind.__name__: kind for kind in kinds}}
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        for text in picks:
+            model = nn.Linear(4, 4)
+            base, given = torch.optim.SGD(model.parameters(), lr=0.1), "model, torch.optim.SGD"
+            code = f"{text.replace('...', given)[:-1]}, process_group=group)"
+            built = eval(code, names | {"model": model, "base": base, "group": group})
+            optimizer = built if isinstance(built, DecentOptimWrapper) else built.optimizer
+            (method,), (bucket,) = time_to_loss.METHODS[rows[text]].values(), optimizer.buckets
+            kind: Any = method.topology
+            make = partial(TopologyFactory.create, kind) if isinstance(kind, str) else kind
+            assert optimizer.topology.digest == make(ranks).digest, text
+            assert repr(bucket.codec(2)) == repr(method.codec), text
+            assert method.codec is None or keeps_references(optimizer.topology), text
+
+    run_threads(ranks, main)
 
 
 def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:

@@ -144,8 +144,7 @@ class _StepInParts:
         return RuntimeError(
             f"rank {self._optimizer.rank}: expected one gradient of {name} in a backward pass, but "
             f"another one came after its bucket was mixed and updated, as with reentrant "
-            f"checkpoints that share it; pass use_reentrant=False to the checkpoint, or "
-            f"update_in_backward=False"
+            f"checkpoints; pass use_reentrant=False to them, or update_in_backward=False"
         )
 
 

@@ -40,8 +40,7 @@ class StateGossip(Extension):
         if context.pacing.needs_snapshot:
             raise ValueError(
                 f"StateGossip expects rounds that are mixed in the next step, not overlap="
-                f"{context.pacing!r}: second moments that have become smaller since the launch "
-                f"could become negative"
+                f"{context.pacing!r}: second moments could become negative"
             )
         # By bucket of parameters; the round in flight keeps its own.
         self._buckets: WeakKeyDictionary[Bucket, StateBucket] = WeakKeyDictionary()

@@ -362,7 +362,6 @@ class StepGate:
             raise CallOrderError(
                 f"rank {self._rank}: expected steps through the wrapper, but step() of the "
                 f"{type(optimizer).__name__} in it was called, which makes no round; call step() "
-                f"of the wrapper. If the base makes a step in parts, as SAM does with first_step() "
-                f"and second_step(), pass a closure to step(). To step without gossip, drop the "
-                f"wrapper"
+                f"of the wrapper. If the base steps in parts, as SAM with first_step() and "
+                f"second_step(), pass a closure to step(). To step without gossip, drop the wrapper"
             )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_optim_wrapper.report import table
-from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.topo import Group, Hierarchical, OnePeerExponential, default_name
+from decent_optim_wrapper.wire.references import keeps_references
 
 MEASURED = Path(__file__).with_name("measured.csv")
 # Of TCP, IP and Ethernet.
@@ -26,6 +27,8 @@ _FAST = 1.05
 # What an int8 copy of the parameters takes of the time of an all-reduce of 4 ranks, and the steps
 # that a round takes longer to DDP's loss for each step that it arrives later.
 _INT8_COPY, _LATER = 0.254 / 1.5, 0.16
+# What nothing passed gives on as many ranks as were measured.
+_DEFAULT = ', topology="complete", comm_dtype=torch.int4'
 
 
 class Job(NamedTuple):
@@ -59,13 +62,15 @@ class Measured(NamedTuple):
 
     Args:
         settings: what is written.
-        base: the optimizer, of which "noise of n" is `optim.AdamW`.
+        ranks: number of ranks of the measurement.
+        base: the optimizer.
         rate: the best learning rate over DDP's best.
         steps: the steps until DDP's loss, over DDP's.
         seconds: the time of a step over the time of computing, by ratio.
     """
 
     settings: str
+    ranks: int
     base: str
     rate: float
     steps: float
@@ -93,6 +98,18 @@ def lateness(settings: str, ratio: float) -> float:
     return is_late * _LATER * max(0, math.ceil(_INT8_COPY * ratio) - 1)
 
 
+def written(settings: str, ranks: int) -> str:
+    """How so many ranks write the settings of a row; empty where they cannot have the same."""
+    # Codes were measured with references.
+    pairs = OnePeerExponential.fits(ranks) and keeps_references(OnePeerExponential(ranks))
+    fits = {"one-peer-exp": pairs, "Hierarchical": Hierarchical.fits(ranks, 4)}
+    if not all(fit for name, fit in fits.items() if name in settings):
+        return ""
+    if default_name(ranks, mixes_all=True) == "complete":
+        settings = settings.replace(_DEFAULT, "")
+    return settings.replace("(n,", f"({ranks},")
+
+
 @cache
 def _measured(ranks: int, optimizer: str, varying: bool) -> tuple[Measured, ...]:
     """The rows of the number of ranks that is nearest, by their steps."""
@@ -102,14 +119,15 @@ def _measured(ranks: int, optimizer: str, varying: bool) -> tuple[Measured, ...]
     nearest = min({int(row[1]) for row in rows}, key=lambda n: abs(math.log(n / ranks)))
     found = [
         Measured(
-            settings=settings,
+            settings=text,
+            ranks=nearest,
             base=base,
             rate=float(rate),
             steps=float(steps),
             seconds={float(r): float(t) for r, t in zip(head[7:], times, strict=True) if t},
         )
         for settings, of, _, _, base, rate, steps, *times in rows
-        if int(of) == nearest
+        if int(of) == nearest and (text := written(settings, ranks))
     ]
     return tuple(sorted(found, key=lambda each: each.steps))
 
@@ -137,15 +155,15 @@ def plan(job: Job) -> str:
         for row in rows
     ]
     gain = ddp.loss_time(ratio) / taken.loss_time(ratio)
-    # The noise of all ranks is what that AdamW has, also beside Muon.
-    own = taken.base.replace("AdamW, noise", "decent_optim_wrapper.optim.AdamW, noise")
-    base = own.replace("Muon, noise", "Muon, the rest with decent_optim_wrapper.optim.AdamW, noise")
     return "\n".join(
         [
             table(methods),
+            f"measured on {taken.ranks} ranks over gloo; over NCCL only pairs send codes, and "
+            f"larger groups float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
-            f"take {taken.settings} with {base} at {taken.rate:g} times DDP's learning rate: it "
-            f"has DDP's loss after {taken.steps:.2f} times as many steps, {gain:.1f} times as fast",
+            f"take {taken.settings} with {taken.base} at {taken.rate:g} times DDP's learning rate: "
+            f"it has DDP's loss after {taken.steps:.2f} times as many steps, {gain:.1f} times as "
+            f"fast",
         ]
     )
 

@@ -292,8 +292,7 @@ class Builder:
                 f"the values of rank 0 have replaced others, tensors by rank: {counts} (of "
                 f"{len(named)}), such as {some}. Load weights on rank 0 or on all ranks before the "
                 f"wrapper is built; sync_at_start=False lets every rank keep its own. If they were "
-                f"random, nothing is lost: call torch.manual_seed(0) on all ranks before the model "
-                f"is built"
+                f"random, nothing is lost: call torch.manual_seed(0) before building the model"
             )
 
 

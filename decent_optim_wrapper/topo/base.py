@@ -338,9 +338,8 @@ def _column(place: str, phase: Iterable[Group | Iterable[int]], world_size: int)
 
 def _twice(place: str, rank: int, group: Group, other: Group) -> ValueError:
     return ValueError(
-        f"{place}: rank {rank} is in two groups, {group} and {other}; put every rank into at most "
-        f"one group of a phase, for which own_group() or assign_groups() gives the same to all its "
-        f"ranks"
+        f"{place}: rank {rank} is in two groups, {group} and {other}; put each rank into at most "
+        f"one group of a phase, which own_group() or assign_groups() gives to all its ranks"
     )
 
 

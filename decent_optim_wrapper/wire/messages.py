@@ -171,9 +171,8 @@ class Messages:
         return loss.as_error(
             transport.initial_rank,
             f"lost {loss} in round {number}, bucket {bucket}, group {group} of "
-            f"{self._topology!r}; {loss.advice}. The parameters are as they were before this round "
-            f"was mixed: restart from a checkpoint, or let the others go on with "
-            f"elastic=Elastic()",
+            f"{self._topology!r}; {loss.advice}. The parameters are as they were before it: "
+            f"restart from a checkpoint, or let the others go on with elastic=Elastic()",
             round=number,
             bucket=bucket,
         )

@@ -44,7 +44,6 @@ def nonfinite_error(
     return NonFiniteError(
         f"rank {own_rank}: expected finite {what} in {where}, but ranks {[*bad]} have NaN or "
         f"infinity, or values too large for comm_dtype; none of them were mixed. Look for the "
-        f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
-        f'with on_nonfinite="skip"',
+        f'overflow there (learning rate, loss scale, data), or pass on_nonfinite="skip"',
         [*bad],
     )

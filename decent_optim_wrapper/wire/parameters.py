@@ -199,9 +199,8 @@ def relocated_error(names: str, rank: int) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: expected the parameters as they were when the wrapper was built, but the "
         f"storage of {names} was replaced or converted; move and convert the model before building "
-        f"the wrapper, and change values in place. If these are weights of an RNN that calls "
-        f"flatten_parameters() in its forward pass, which replaces their storage on a GPU, pass "
-        f"param_as_bucket_view=False"
+        f"the wrapper, and change values in place. If an RNN on a GPU calls flatten_parameters() "
+        f"in its forward pass, which replaces their storage, pass param_as_bucket_view=False"
     )
 
 
@@ -209,9 +208,8 @@ def changed_error(names: str, rank: int) -> RuntimeError:
     """The error for parameters that were changed by hand while a round was in flight."""
     return RuntimeError(
         f"rank {rank}: expected the parameters as the last step() left them, but the values of "
-        f"{names} were changed while they were being sent to other ranks and mixed; call "
-        f"synchronize() before changing values by hand. To go on from here, load a checkpoint on "
-        f"all ranks"
+        f"{names} were changed while they were being sent and mixed; call synchronize() before "
+        f"changing values by hand. To go on from here, load a checkpoint on all ranks"
     )
 
 

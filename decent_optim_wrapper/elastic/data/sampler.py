@@ -200,8 +200,7 @@ class ElasticSampler(Sampler[list[int]]):
         if change is not None and change.again and self._rank == self._dealing.members[0]:
             warn(
                 f"rank {self._rank}: at most {change.again} samples are used twice, because a "
-                f"rank used them after its last heartbeat before it was lost, or comes back with "
-                f"batches that it had fetched"
+                f"lost rank used them after its last heartbeat, or comes back with fetched batches"
             )
 
     def _count_step(self) -> None:

@@ -74,9 +74,8 @@ class LinkTrial:
         if any(order[other] < order[rank] for other in dead.get(rank, [])):
             self.heartbeat.leave()
             raise PeerError(
-                f"rank {rank}: this rank and ranks {dead[rank]} are alive, but cannot connect to "
-                f"each other, and the others go on without this one; repair the link, and restart "
-                f"this rank"
+                f"rank {rank}: this rank and ranks {dead[rank]} are alive, but cannot connect, "
+                f"and the others go on without this one; repair the link, and restart this rank"
             )
 
     def _share(self, name: str, own: list[int]) -> dict[int, list[int]]:
