@@ -332,6 +332,9 @@ def test_a_digest_shows_signs_and_differences_that_cancel_in_a_sum() -> None:
         curved = torch.tensor([1, 0, -2, 0, 1, 0]).to(dtype)
         assert digest(curved + 7) != digest(torch.full_like(curved, 7))
     assert digest(torch.zeros(0)) == digest(torch.zeros(9)) == 0
+    # One element is contiguous with any stride.
+    single = torch.arange(4, dtype=torch.float64).as_strided([1], [2], 3)
+    assert digest(single) == digest(torch.tensor([3.0], dtype=torch.float64)) != 0
 
 
 def test_a_misspelt_option_is_an_error_that_names_the_option() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.bucket import as_real
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.plan import plan_buckets
 
@@ -49,9 +49,10 @@ def digest(tensor: Tensor) -> int:
 
     It is computed on the tensor's device, and does not depend on the number of threads.
     """
-    values = local(tensor).detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    words = values.reshape(-1).view(_WORDS.get(values.itemsize, torch.int32))
+    values = as_real(tensor)
+    # A single element may have any stride, and could not be viewed with another dtype.
+    row = values.reshape(-1).as_strided([values.numel()], [1])
+    words = row.view(_WORDS.get(values.itemsize, torch.int32))
     # As many at a time as a CPU caches.
     size = min(words.numel(), 2**16 if values.device.type == "cpu" else 2**22) or 1
     places = (torch.arange(size, device=values.device) + 1) * _FACTOR
