@@ -284,8 +284,8 @@ class NotedThreads(Int8Codec):
 
     threads: ClassVar[set[int]] = set()
 
-    def __init__(self, fails_at: int = 0) -> None:
-        self.fails_at, self.calls = fails_at, 0
+    def __init__(self, fails_at: int = 0, kind: type[Exception] = ArithmeticError) -> None:
+        self.fails_at, self.kind, self.calls = fails_at, kind, 0
 
     # What the ranks compare.
     def __repr__(self) -> str:
@@ -295,7 +295,7 @@ class NotedThreads(Int8Codec):
         type(self).threads.add(threading.get_ident())
         self.calls += 1
         if self.calls == self.fails_at:
-            raise ArithmeticError("this codec fails")
+            raise self.kind("this codec fails")
         super().encode(values, message, reference)
 
 
@@ -339,6 +339,41 @@ def test_a_codec_that_fails_is_the_error_of_its_rank_and_the_others_name_that_ra
     partners = [0, 2]
     for partner in partners:
         assert errors[partner].startswith("PeerError"), errors
+
+
+class FailingMeans(Int8Codec):
+    """Codes what is sent, and fails with an error of torch when it codes a mean."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def of_means(self, size: int) -> Codec:
+        # An error of torch, as if shapes did not fit.
+        return NotedThreads(1, RuntimeError) if self.fails else self
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_codec_that_fails_at_a_mean_is_the_error_of_its_rank_and_named_by_the_others(
+    overlap: bool,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(seed=rank)
+        options: dict[str, Any] = {"comm_dtype": FailingMeans(rank == 1), "overlap": overlap}
+        optimizer = wrap(params, group, CASES["complete"], timeout=20, **options)
+        start = flatten(params)
+        with pytest.raises(RuntimeError) as caught:
+            take_drawn_steps(optimizer, params, rank, range(3))
+        assert not torch.equal(flatten(params), start)
+        return f"{caught.type.__name__}: {caught.value}"
+
+    texts = run_threads(3, main)
+    assert texts[1] == "RuntimeError: this codec fails"
+    for text in (texts[0], texts[2]):
+        assert text.startswith("PeerError")
+        assert "RuntimeError: this codec fails" in text
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])

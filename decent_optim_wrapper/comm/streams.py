@@ -51,14 +51,8 @@ class PostingThread:
         self._dropped = False
         # Locked while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
-        self._thread: int | None = None
         # Is done when the last action is, or one has failed.
         self.future = in_background(self._run)
-
-    @property
-    def runs_here(self) -> bool:
-        """True when called from the posting thread."""
-        return threading.get_ident() == self._thread
 
     def add(self, action: Action, device: torch.device | None = None) -> Future[None]:
         """Run an action, once the GPU has finished what is on its current stream now.
@@ -88,7 +82,6 @@ class PostingThread:
             pass
 
     def _run(self) -> None:
-        self._thread = threading.get_ident()
         while (queued := self._actions.get()) is not None and not self._dropped:
             packed, action, done = queued
             if packed is not None:

@@ -188,7 +188,7 @@ class Transport(Connections):
             if self._should_stop():
                 raise WireError("another rank is dead, has lost a peer, or comes back") from error
             raise WireError(f"no answer within {self._timeout}", silent=True) from error
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not (self._closure and self._closure.broken):
             raise WireError(text_of(error), silent) from error
         # The works can no longer be waited for, and their data must not be mixed. A thread that
         # continued to wait for them would delay the end of the process.
@@ -316,10 +316,9 @@ class Transport(Connections):
     def _collective(self, tensor: Tensor, start: Callable[[Any], Waitable]) -> None:
         """Make a collective of all ranks."""
         try:
-            posting, self._posting = self._posting, None
-            if posting is not None and not posting.runs_here:
+            if self._posting is not None:
                 # The round raises its error if it has failed.
-                self.wait_for_any(posting.future)
+                self.wait_for_any(self._posting.future)
             self.wait([self._on_stream(start(self._open_world()), tensor)])
         except WireError as error:
             raise self.lost_in_collective(self.others, error) from error

@@ -12,7 +12,7 @@ values are not finite, this is true of the mean of the others, and r does not ch
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial, reduce
@@ -26,7 +26,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.comm import tags
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable, WireError
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, MixMask, RoundContext
 from decent_optim_wrapper.wire.storage import Flat, aligned, new_vector
@@ -238,9 +238,9 @@ class CodedGroup(CodedExchange):
             works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
             works += [transport.send(self._means[self._place], ranks[p], mean_tag) for p in senders]
             for work in (*sent, *works):
-                work.wait(LONGEST_WAIT)
+                _wait(work)
 
-        self.works.append(_OnThread(in_background(average)))
+        self.works.append(_OnThread(in_background(average), transport.report_and_close))
 
     @torch.no_grad()
     def _average(self, codes: Mapping[int, Waitable]) -> None:
@@ -249,7 +249,7 @@ class CodedGroup(CodedExchange):
         # In the order of the ranks: the mean must not depend on the order of arrival.
         for place, message in enumerate(self._codes):
             if place in codes:
-                codes[place].wait(LONGEST_WAIT)
+                _wait(codes[place])
             _add(self._codec, message[:-1], total)
         total.div_(size)
         self._incoming_codec.encode(total, mean)
@@ -279,15 +279,20 @@ class CodedGroup(CodedExchange):
                     self._reference[place].add_(mean)
                 change = mean.sub_(ours)
                 if owner == self._place:
-                    here = slice(place.start - chunk.start, place.stop - chunk.start)
-                    change.add_(error[here], alpha=size)
+                    change.add_(error[place.start - chunk.start :][: len(change)], alpha=size)
                 yield place, change if ranks[owner] in present else change.zero_()
 
 
 class _OnThread(NamedTuple):
-    """An action on a thread, as a work to wait for."""
+    """An action on a thread, as a work to wait for.
+
+    Args:
+        done: the action.
+        fail: called with an error that is no `WireError`, before it is raised.
+    """
 
     done: Future[None]
+    fail: Callable[[BaseException], None]
 
     def wait(self, timeout: timedelta = LONGEST_WAIT) -> None:
         """Wait until it is done.
@@ -295,10 +300,15 @@ class _OnThread(NamedTuple):
         Raises:
             RuntimeError: a rank is gone.
             TimeoutError: the wait timed out.
+            Exception: a codec has failed.
         """
-        if error := self.done.exception(timeout.total_seconds()):
+        error = self.done.exception(timeout.total_seconds())
+        if isinstance(error, WireError):
             # The text only: the error itself would hold this frame, which holds the future.
             raise RuntimeError(str(error))
+        if error is not None:
+            self.fail(error)
+            raise error
 
     def is_completed(self) -> bool:
         """Return whether it is done, or has failed."""
@@ -318,6 +328,14 @@ def shares(numel: int, block: int, count: int, round: int) -> list[slice]:
     # Not in turn: a group may meet in every fourth round only.
     first = int(Random(round).random() * count)
     return chunks[first:] + chunks[:first]
+
+
+def _wait(work: Waitable) -> None:
+    try:
+        work.wait(LONGEST_WAIT)
+    except RuntimeError as error:
+        # Told from errors of codecs, which torch raises as RuntimeErrors, too.
+        raise WireError(str(error)) from error
 
 
 def _add(codec: Codec, message: Tensor, total: Tensor, factor: float = 1.0) -> None:

@@ -55,13 +55,12 @@ class Messages:
             tag: the tag of the message.
             bucket: the position of the bucket that an error names.
         """
-        if self.failure or self._round.group.size == 1:
-            return []
         try:
-            return self._round.transport.send_control(message, self._round.group.ranks, tag)
+            if not self.failure and self._round.group.size > 1:
+                return self._round.transport.send_control(message, self._round.group.ranks, tag)
         except WireError as error:
             self._note(error, bucket)
-            return []
+        return []
 
     def run(self, action: Action, exchange: Exchange) -> None:
         """Run an action of an exchange after the actions of all exchanges posted before it."""
@@ -274,8 +273,7 @@ class FiniteFlags:
             NonFiniteError: parameters are not finite, and the policy does not allow it;
                 raised at every call.
         """
-        if self.refused:
-            self._raise_of(self.nonfinite)
+        self._raise_of(self.nonfinite)
 
     def check_on_gpu(self) -> None:
         """Check what a GPU has found, one step after the mixing.
