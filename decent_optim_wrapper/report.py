@@ -28,9 +28,11 @@ _SLOWER, _WAITS = 1.2, 0.1
 # The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
 _SEND_LESS = (
-    "send fewer bits with comm_dtype=torch.int4, or mix less often with Schedule(gossip_every=4)"
+    "send fewer bits (torch.int4, then TopKCodec()), or mix less often (Schedule(gossip_every=4))"
 )
-_NOT_FOR_BYTES = "they share cores, or their steps vary, or the network's latency is long"
+_NOT_FOR_BYTES = (
+    "they share cores, or code slowly, or their steps vary, or the network's latency is long"
+)
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
 # A row of a table: its values by the names of the columns.
@@ -46,8 +48,9 @@ class RankReport:
         step_seconds: median time from the end of one step to the end of the next.
         computing_seconds: median time of everything except waiting and coding: the forward and
             backward pass, the data, the local update.
-        wait_seconds: median time spent waiting for communication.
-        coding_seconds: median time to mix, pack and code.
+        wait_seconds: median time spent waiting for communication, which on CPUs includes codes that
+            another thread makes meanwhile.
+        coding_seconds: median time to mix, pack and, on GPUs, code.
         bytes_sent: mean number of bytes sent per step.
         waits_for: the rank that it waits for longest in rounds in pairs; None if there is none.
     """
@@ -124,17 +127,15 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
     if slow_rank is not None:
         advice.append(
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. Look "
-            f"at that machine, give it smaller batches, mix in pairs (if not yet), since only its "
-            f"partners wait, or pass overlap=AsItArrives(), so that no rank waits"
+            f"at it, give it smaller batches, mix in pairs, or pass overlap=AsItArrives()"
         )
     sends_much = fmean(each.bytes_sent for each in ranks) > _FEW_BYTES
     slow_link = _slow_link(least, members, step) if sends_much else None
     if slow_link is not None:
-        number = "number the ranks so that these two meet less often, " if len(members) > 2 else ""
         advice.append(
             f"the link between ranks {slow_link.ranks[0]} and {slow_link.ranks[1]} is slow: both "
-            f"wait {1000 * slow_link.wait_seconds:.1f} ms for it, or longer, in nine rounds of "
-            f"ten: {number}{_SEND_LESS}"
+            f"wait {1000 * slow_link.wait_seconds:.1f} ms or longer in nine rounds of ten: "
+            f"{_SEND_LESS}"
         )
     share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
     if share > _WAITS and not advice:

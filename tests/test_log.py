@@ -125,7 +125,11 @@ def test_one_line_says_how_long_steps_have_waited_and_what_would_shorten_that(
         take_steps(optimizer, params, rank, range(3))
 
     (line,) = waits_of(main, 4)
-    (share,) = re.findall(r"steps 51 to 100 waited for the network (\d+)% of the time: ", line)
+    (what, share), *_ = re.findall(r"51 to 100 waited for (.*) (\d+)% of the time: ", line)
+    # Another thread codes.
+    is_coded = "comm_dtype" in options
+    assert what == ("codes and the network" if is_coded else "the network")
+    assert is_coded == ("where CPUs code slowly, comm_dtype=torch.float32" in line)
     assert float(share) == pytest.approx(100 * (0.2 * waits[0] + 0.8 * waits[1]), abs=6)
     assert {text for text in has | has_not if text in line} == has, line
 

@@ -21,7 +21,7 @@ class StepStats(NamedTuple):
 
     Args:
         bytes_sent: number of bytes sent; an all-reduce counts as a ring all-reduce.
-        wait_seconds: time spent waiting for communication.
+        wait_seconds: time spent waiting for communication, and on CPUs for codes.
         mix_seconds: time to mix what has arrived, and to pack what is sent. On CPUs it is coded by
             another thread.
         update_seconds: time of the base optimizer's local update.

@@ -16,6 +16,7 @@ from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 _NOTHING = "no other codec or topology would shorten that"
+_FLOAT32 = "; where CPUs code slowly, comm_dtype=torch.float32 may be faster"
 # The bytes of a round that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
 # The codecs to take one after the other, while float32 or a longer code is still sent.
@@ -46,8 +47,7 @@ def warn_of_rounding(settings: Settings, session: Session) -> None:
         warn(
             f"with comm_dtype={settings.comm_dtype}, {session.topology!r} has more than "
             f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "
-            f"parameters themselves are rounded, and replicas stay further apart; take a topology "
-            f"of fewer partners, such as ring"
+            f"parameters themselves are rounded; take a topology of fewer partners, such as ring"
         )
 
 
@@ -71,10 +71,13 @@ def log_waits(rounds: Rounds) -> None:
         options = [*([] if has_pairs else [(pairs, copies)]), *options]
         helping = [f"{o} sends {n:.1f} times fewer bytes" for o, n in options if n > 1.2][:2]
         advice = " and ".join(helping) or f"{_NOTHING}, but mixing less often would"
+    # On CPUs another thread codes, for which steps wait, too.
+    is_coded = any(bucket.codec(group.size) for bucket in rounds.buckets for group in phases)
+    what, more = ("codes and the network", _FLOAT32) if is_coded else ("the network", "")
     # A smaller share is worth no change.
-    advice = _NOTHING if share < 0.1 else advice
+    advice = _NOTHING if share < 0.1 else f"{advice}{more}"
     which = f"steps {len(steps) - len(last) + 1} to {len(steps)}"
-    text = f"{which} waited for the network {share:.0%} of the time: {advice}"
+    text = f"{which} waited for {what} {share:.0%} of the time: {advice}"
     logger.info(f"{text}. optimizer.report() compares the ranks")
 
 
