@@ -87,6 +87,11 @@ def gossip(model: nn.Module, **options: Any) -> Step:
     return loop(model, DecentOptimWrapper(adamw(model.parameters()), topology="ring", **options))
 
 
+def with_model(model: nn.Module) -> Step:
+    """With nothing passed but the model: all ranks in int4, before the forward pass."""
+    return loop(model, DecentOptimWrapper(adamw(model.parameters()), model=model))
+
+
 def in_backward(model: nn.Module, **options: Any) -> Step:
     return loop(DecentralizedDataParallel(model, adamw, topology="ring", **options), None)
 
@@ -115,6 +120,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "torch DDP": ddp,
     "torch DDP, gradient_as_bucket_view": partial(ddp, gradient_as_bucket_view=True),
     **ours("DecentOptimWrapper", gossip),
+    "DecentOptimWrapper, model=model": with_model,
     **ours("DecentralizedDataParallel", in_backward),
     **ours("DecentralizedDataParallel, overlap=True", partial(in_backward, overlap=True)),
 }

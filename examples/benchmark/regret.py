@@ -223,7 +223,7 @@ def speed_table(point: Point) -> str:
 
 
 def speeds(point: Point) -> dict[str, dict[float, float]]:
-    """By method and ratio, how many times as soon it has DDP's loss as DDP."""
+    """By method and ratio, how many times as fast as DDP it reaches DDP's loss."""
     ddp = times(point, "DDP")
     rows = {method: times(point, method) for method in SETTINGS}
     return {m: {r: ddp[r] / row[r] for r in row if r in ddp} for m, row in rows.items() if row}
@@ -235,9 +235,9 @@ def tables() -> dict[str, str]:
         "ms per step, 4 ranks": step_table(4, 0.0),
         "ms per step, 4 ranks whose times vary": step_table(4, 0.3),
         "ms per step, 8 ranks": step_table(8, 0.0),
-        "times as soon at DDP's loss, AdamW": speed_table(Point(4, 0.0, "AdamW")),
-        "times as soon at DDP's loss, AdamW, 16 ranks": speed_table(Point(16, 0.0, "AdamW")),
-        "times as soon at DDP's loss, Muon": speed_table(Point(4, 0.0, "Muon")),
+        "times as fast to DDP's loss, AdamW": speed_table(Point(4, 0.0, "AdamW")),
+        "times as fast to DDP's loss, AdamW, 16 ranks": speed_table(Point(16, 0.0, "AdamW")),
+        "times as fast to DDP's loss, Muon": speed_table(Point(4, 0.0, "Muon")),
         "regret": regret_table(),
     }
 
@@ -255,7 +255,7 @@ COLORS = {"the wrapper": "tab:blue", "the module": "tab:orange"}
 
 
 def draw(path: Path) -> None:
-    """Draw how many times as soon as DDP a few methods have DDP's loss, on 4 and 16 ranks."""
+    """Draw how many times as fast as DDP a few methods reach DDP's loss, on 4 and 16 ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -283,7 +283,7 @@ def draw(path: Path) -> None:
         axis.set_xlim(RATIOS[0] * 0.9, RATIOS[-1] * 2.6)
         axis.set(title=f"{ranks} ranks, AdamW", xlabel="seconds of an all-reduce / of computing")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("times as soon at DDP's loss as DDP")
+    axes[0].set_ylabel("times as fast as DDP to DDP's loss")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
