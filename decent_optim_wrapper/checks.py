@@ -187,8 +187,7 @@ def check_base(optimizer: Any) -> None:
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
         raise ValueError(
             f"optimizer expects one that updates all parameters of this rank, got a "
-            f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
-            f"would undo the gossip; wrap the plain optimizer"
+            f"{kind.__name__}, of which each rank broadcasts a part; wrap the plain optimizer"
         )
 
 

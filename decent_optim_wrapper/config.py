@@ -22,12 +22,13 @@ from decent_optim_wrapper.gossip.schedule import (
     WithinStep,
 )
 from decent_optim_wrapper.optim.gradients import params_of
-from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.topo.base import Topology, did_you_mean
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.wire.references import keeps_references
 
 Overlap = bool | Literal["forward"] | Pacing
 
+_SENT = "a torch.dtype, as in comm_dtype=torch.int8, a Codec or None"
 # What torch's stores and backends can wait for: milliseconds, counted in 32 bits.
 _LONGEST_TIMEOUT = 2_000_000
 
@@ -46,13 +47,14 @@ def read_timeout(timeout: Any) -> timedelta | None:
 
 
 def _check_comm_dtype(name: str, value: Any) -> Any:
-    codec_of(checks.instance_of("a torch.dtype, a Codec or None", torch.dtype, Codec)(name, value))
+    codec_of(checks.instance_of(_SENT, torch.dtype, Codec)(name, value))
     return value
 
 
 def _check_overlap(name: str, value: Any) -> Any:
     known = isinstance(value, (bool, Pacing)) or value == "forward"
-    checks.expect(known, f'{name} expects a bool, "forward" or a Pacing', value)
+    hint = did_you_mean(value, ["forward"]) if isinstance(value, str) else ""
+    checks.expect(known, f'{name} expects a bool, "forward" or a Pacing{hint}', value)
     return value
 
 

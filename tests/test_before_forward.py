@@ -522,18 +522,22 @@ def test_torchscript_takes_a_model_that_was_not_wrapped() -> None:
     assert not torch.equal(fresh(batch(0, 1)), training.model(batch(0, 1)))
 
 
-OTHER = make_model()
+OTHER, TRAINED = make_model(), make_model()
 NEEDS: list[tuple[Any, str, dict[str, Any]]] = [
     (ValueError, "pass model=model", {"overlap": "forward"}),
-    (ValueError, r"not have parameters 0\.0, 0\.1", {"overlap": "forward", "model": OTHER}),
+    (ValueError, r"not have parameters 0\.0, 0\.1", {"overlap": "forward", "model": TRAINED[2:]}),
+    (ValueError, "got one with none of its parameters", {"model": OTHER}),
+    (ValueError, "got one with none of its parameters", {"overlap": True, "model": OTHER}),
     (TypeError, 'expects a bool, "forward" or a Pacing', {"overlap": "backward"}),
+    (TypeError, r"did you mean 'forward'\?\), got 'foward'", {"overlap": "foward"}),
+    (TypeError, r"as in comm_dtype=torch\.int8, .* got 'int8'", {"comm_dtype": "int8"}),
 ]
 
 
 def test_the_model_has_to_contain_all_parameters() -> None:
     for error, match, options in NEEDS:
         with pytest.raises(error, match=match):
-            DecentOptimWrapper(modules.sgd(make_model().parameters()), **options)
+            DecentOptimWrapper(modules.sgd(TRAINED.parameters()), **options)
     optimizer = Training(0, None).optimizer
     with pytest.raises(ValueError, match="expects all parameters of the optimizer in the model"):
         optimizer.add_param_group({"params": list(OTHER.named_parameters("other"))})
@@ -546,7 +550,7 @@ def test_the_model_has_to_contain_all_parameters() -> None:
         ({}, "'forward'"),
         ({"extensions": [StateGossip("momentum_buffer"), GradientTracking()]}, "'forward'"),
         ({"model": None}, "True"),
-        ({"model": OTHER}, "True"),
+        ({"model": slice(2, None)}, "True"),
         ({"extensions": [StateAverage()]}, "True"),
         ({"overlap": AsItArrives()}, "AsItArrives(max_steps=16)"),
         ({"overlap": False}, "False"),
@@ -557,6 +561,8 @@ def test_a_known_model_is_mixed_before_its_forward_pass_unless_something_is_agai
 ) -> None:
     model = make_model()
     options = {"model": model, **options}
+    if isinstance(part := options["model"], slice):
+        options["model"] = model[part]
     optimizer = DecentOptimWrapper(modules.sgd(model.parameters()), **options)
     assert f"overlap={overlap})" in repr(optimizer)
     if options["model"] is model:

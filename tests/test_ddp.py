@@ -324,6 +324,11 @@ def hooked(named: Any) -> torch.optim.Optimizer:
     [
         (TypeError, "model expects a torch.nn.Module, got 3", {"model": 3}),
         (TypeError, "optimizer expects a torch.optim.Optimizer", {"optim_fn": lambda named: 3}),
+        (
+            TypeError,
+            r"as partial\(AdamW, lr=1e-3\) does, got .*SGD",
+            {"optim_fn": torch.optim.SGD(OTHER.parameters())},
+        ),
         (TypeError, "grad_clip_norm expects a number", {"grad_clip_norm": "1"}),
         (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
         (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
@@ -340,7 +345,7 @@ def test_wrong_arguments_are_refused(error: Any, match: str, changes: dict[str, 
 
 
 def test_an_unknown_base_is_updated_at_the_end_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"instance of <class '.*Doubled'>.*updated at the end"):
+    with pytest.warns(UserWarning, match=r"got a <class '.*Doubled'>.*updated at the end"):
         model = wrap(make_model(), None, doubled)
     train(model, 0, range(2))
     assert all(p.grad is None for p in model.parameters())

@@ -209,8 +209,7 @@ class Checkpoints:
             raise ValueError(
                 f"{own.saver}: {saved.folder} of {saved.world_size} ranks contains shards of "
                 f"tensors (FSDP2, tensor parallelism), which load with {saved.world_size} "
-                f"replicas only; start so many, or load their average as in the guide to "
-                f"checkpoints, or pass same_world=True"
+                f"replicas only; start so many, load their average, or pass same_world=True"
             )
         else:
             logger.info("{}: {} of other ranks is averaged", own.saver, saved.folder)

@@ -43,7 +43,7 @@ class DecentralizedDataParallel(Module):
     bucket is mixed right before the next forward pass reads it. Do not call `step()` or
     `zero_grad()`::
 
-        model = DecentralizedDataParallel(model, optim_fn, topology="ring")
+        model = DecentralizedDataParallel(model, optim_fn)
         for batch in loader:
             loss(model, batch).backward()
 
@@ -124,7 +124,7 @@ class DecentralizedDataParallel(Module):
         sharing = ErrorSharing(checks.take_fields(Meeting, options))
         with sharing.propagating_errors():
             checks.check_options(options, DecentralizedDataParallel, DecentOptimWrapper)
-            _check(model, scaler, grad_clip_norm, update_in_backward)
+            _check(model, optim_fn, scaler, grad_clip_norm, update_in_backward)
             if param_as_bucket_view is None:
                 param_as_bucket_view = wants_views(model, options.get("mesh"))
             ignored = set(map(id, ignored_params))
@@ -343,10 +343,12 @@ def wants_views(model: Module, mesh: Any) -> bool:
     return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
-def _check(model: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
+def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
     checks.instance_of("a torch.nn.Module", Module)("model", model)
     if isinstance(model, DecentralizedDataParallel):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
+    text = "optim_fn expects a function that makes the optimizer, as partial(AdamW, lr=1e-3) does"
+    checks.expect(callable(optim_fn), text, type(optim_fn))
     checks.instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
     checks.instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)
     checks.expect(checks.is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
@@ -367,6 +369,6 @@ def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
 def _not_in_parts(base: Optimizer) -> ValueError:
     return ValueError(
         f"an update inside the backward pass expects a base that can be updated bucket by bucket "
-        f"and has no step hooks, got an instance of {type(base)}; with update_in_backward=None or "
-        f"False it is updated at the end, with all gradients at once"
+        f"and has no step hooks, got a {type(base)}; with update_in_backward=None or False it is "
+        f"updated at the end"
     )

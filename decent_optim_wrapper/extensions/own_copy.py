@@ -65,8 +65,7 @@ class OwnCopyCheck(Extension):
                 f"rank {self._context.rank}: {type(self._context.optimizer).__name__} keeps its "
                 f"own copy of the weights and overwrites with it what was mixed, so that the ranks "
                 f"train apart; if the copy is an entry of its state, mix it, too, with "
-                f'extensions=[StateGossip(name)]; otherwise pass overlap="forward" or False, or '
-                f"take an optimizer without such a copy"
+                f'extensions=[StateGossip(name)]; otherwise pass overlap="forward" or False'
             )
         if self._lost == _LOST or self._rounds >= _ROUNDS:
             self._context.detach()

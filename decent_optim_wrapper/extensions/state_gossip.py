@@ -81,8 +81,7 @@ class StateGossip(Extension):
             known = sorted(key for key, value in state.items() if _fits(value, param))
             raise RuntimeError(
                 f"StateGossip expects entries of the state of {type(self._optimizer).__name__} "
-                f"with the shape of their parameter, and complex if it is, which are {known}, got "
-                f"{name!r}"
+                f"shaped as their parameter, and complex if it is: {known}, got {name!r}"
             )
         return value
 

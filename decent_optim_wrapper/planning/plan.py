@@ -94,8 +94,7 @@ class Measured(NamedTuple):
 
 def lateness(settings: str, ratio: float) -> float:
     """How many more steps rounds that arrive later need; 0 if they do not."""
-    is_late = "AsItArrives" in settings
-    return is_late * _LATER * max(0, math.ceil(_INT8_COPY * ratio) - 1)
+    return ("AsItArrives" in settings) * _LATER * max(0, math.ceil(_INT8_COPY * ratio) - 1)
 
 
 def written(settings: str, ranks: int) -> str:

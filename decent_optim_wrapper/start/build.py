@@ -27,6 +27,7 @@ from decent_optim_wrapper.gossip.schedule import WithinStep
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.start.error_sharing import ErrorSharing, check_same, exchange
 from decent_optim_wrapper.start.meeting import check_meeting, local_world_size_of, resolve_topology
 from decent_optim_wrapper.start.membership import Trained
@@ -121,6 +122,12 @@ class Builder:
             in_step = isinstance(self.settings.pacing, WithinStep)
             check_closures(self.optimizer, self.extras.in_backward or not in_step)
             instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
+            known = () if self.model is None or sharing.meeting.mesh else self.model.parameters()
+            if known and {*params_of(self.optimizer)}.isdisjoint(known):
+                raise ValueError(
+                    f"rank {sharing.world.rank}: model expects the module that the optimizer "
+                    f"trains, got one with none of its parameters; build it from model.parameters()"
+                )
             self.replica.reshard()
             settle_owners(each.tensor for each in (*self._tensors.parameters, *self._tensors.state))
         with sharing.naming_late_ranks():
@@ -282,8 +289,7 @@ class Builder:
             raise ValueError(
                 f"rank {transport.initial_rank}: expected parameters in one order on all ranks, "
                 f"but ranks {moved} have the values of rank 0 in another order, at {some}; build "
-                f"the optimizer from a list in the same order on every rank, not from a set, or "
-                f"with names, as in SGD(model.named_parameters())"
+                f"the optimizer from a list, not a set, or from model.named_parameters()"
             )
         broadcast((each.tensor for each in differing), transport, self._layout)
         if differing and transport.rank == 0:

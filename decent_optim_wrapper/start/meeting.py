@@ -122,8 +122,7 @@ def resolve_world(meeting: Meeting) -> StoreWorld:
     if elastic is not None and elastic.store is not None:
         if rank is None or world_size is None or not 0 <= rank < world_size:
             raise ValueError(
-                f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; "
-                f"got {rank=}, {world_size=}"
+                f"Elastic(store=...) needs rank and world_size, got {rank=}, {world_size=}"
             )
         return StoreWorld(store=elastic.store, rank=rank, world_size=world_size)
     group = resolve_process_group(meeting)
@@ -146,8 +145,7 @@ def resolve_world(meeting: Meeting) -> StoreWorld:
         given, actual = getattr(meeting, name), getattr(found, name)
         if given is not None and given != actual:
             raise ValueError(
-                f"{name}={given} contradicts {whose}, whose {name} is {actual} here; leave {name} "
-                f"out, or pass {actual}"
+                f"{name}={given} contradicts {whose}, whose {name} is {actual} here; leave it out"
             )
     if elastic is not None and found.store is None:
         raise ValueError(

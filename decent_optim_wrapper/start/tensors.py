@@ -147,8 +147,7 @@ def _check_ddp(model: nn.Module | None, sharing: ErrorSharing, in_backward: bool
             raise ValueError(
                 f"rank {found.rank}: model expects gradients of this rank alone, but "
                 f"{name or 'it'} is a DistributedDataParallel, which averages them over ranks, so "
-                f"that gossip has no effect, or comes too early; remove DistributedDataParallel: "
-                f"train the module that is inside it, and pass that one"
+                f"that gossip has no effect, or comes too early; train and pass the module in it"
             )
 
 

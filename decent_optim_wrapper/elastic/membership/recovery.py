@@ -285,8 +285,7 @@ def _mirror(call: CollectiveCall, coordinator: Coordinator, rank: int) -> None:
             coordinator.keep_state()
         case _:
             raise CallOrderError(
-                f"rank {rank}: a rank comes back while others are in {call}, and cannot make that "
-                f"call with them; restart it"
+                f"rank {rank}: a rank comes back while others are in {call}; restart it afterwards"
             )
 
 

@@ -140,8 +140,7 @@ class Rendezvous:
                 self.leave()
                 raise ValueError(
                     f"rank {self.rank}: this rank comes back with "
-                    f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
-                    f"and wrapper as before"
+                    f"{difference(text, theirs, 'everyone else')}; build all as before"
                 )
 
     def gather(self, note: Note) -> Epoch:

@@ -59,8 +59,7 @@ class StoreUrl(NamedTuple):
         if ";" in text or not options.keys() <= _OPTIONS:
             raise ValueError(
                 f"expected options of the store etcd://{endpoints} as in ?ca_cert=ca.pem&user=me, "
-                f"of {', '.join(sorted(_OPTIONS))}, got others; write & and ; in a value as %26 "
-                f"and %3B"
+                f"of {', '.join(sorted(_OPTIONS))}, got others; in a value & is %26, and ; is %3B"
             )
         return cls(text=text, endpoints=endpoints, prefix=prefix, options=options)
 
@@ -110,8 +109,7 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
         store = within(bound.total_seconds(), connect)
     except (TimeoutError, DistError) as error:
         raise PeerError(
-            f"rank {launch.rank}: {where} does not answer within {bound} ({text_of(error)}); "
-            f"{remedy}"
+            f"rank {launch.rank}: {where} does not answer ({text_of(error)}); {remedy}"
         ) from error
     return StoreWorld(store=store, rank=launch.rank, world_size=launch.world_size)
 
