@@ -41,7 +41,7 @@ TESTS = Path(__file__).parent / "README.md"
 # Without Python to run.
 LISTS = [FOLDER / "README.md", *sorted((FOLDER / "reference").glob("*.md"))]
 # Lists of changes and of errors; a page of whole scripts.
-NOT_RUN = {"changes", "troubleshooting", "first_hour", "slow_network"}
+NOT_RUN = {"changes", "troubleshooting", "first_hour", "slow_network", "several_sites"}
 PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
 RANKS = {"mesh": 8, "checkpoints": 4, "topologies": 4}
 

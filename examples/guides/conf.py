@@ -33,7 +33,7 @@ CONTENTS = {
         f"examples/guides/{page}"
         for page in (
             *("training", "slow_network", "schedules", "topologies", "options", "module"),
-            *("checkpoints", "elastic", "clusters", "frameworks", "mesh", "gpu"),
+            *("checkpoints", "elastic", "clusters", "several_sites", "frameworks", "mesh", "gpu"),
             *("troubleshooting", "extending", "how_it_works"),
         )
     ),
