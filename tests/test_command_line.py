@@ -18,6 +18,7 @@ from torch.distributed.run import determine_local_world_size
 from decent_optim_wrapper import __version__
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
+from decent_optim_wrapper.elastic.stores.launched_store import StoreUrl
 from decent_optim_wrapper.planning import suggest
 
 PROGRAM = "python -m decent_optim_wrapper"
@@ -209,6 +210,14 @@ def test_a_url_that_is_refused_is_not_quoted_beyond_its_hosts(
     for scheme in ("etcd", "http"):
         monkeypatch.setenv("DECENT_STORE", f"{scheme}://{place}")
         assert "secret" not in refusal("run -m train")
+
+
+def test_no_record_of_a_store_shows_its_password() -> None:
+    url = StoreUrl.parse("etcd://host:2379/run?ca_cert=ca.pem&user=me&password=secret")
+    assert url.options["password"] == "secret"
+    shown = repr(LaunchOptions(command=("-m", "train"), store=url))
+    assert "StoreUrl('host:2379', 'run')" in shown
+    assert "secret" not in shown + str(url)
 
 
 def test_a_missing_client_and_a_taken_port_are_errors_before_any_rank_is_started() -> None:

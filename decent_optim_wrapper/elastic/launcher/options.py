@@ -83,13 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-rank", type=int, metavar="N", help="number of this node; 0 by default")
     add("--max-restarts", type=int, metavar="N", help="restarts of each rank; 3 by default")
     add("--backoff", type=float, metavar="N", help="seconds before the first one; 1 by default")
-    text = "keep a process that has imported torch, to become the rank that dies next"
-    add("--spare", action="store_true", help=text)
+    add("--spare", action="store_true", help="keep a process with torch for a rank that dies")
     add("--endpoint", metavar="HOST:PORT", help="node 0 and a free port there, on all nodes")
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
     add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
-    text = "without a store in etcd, as torchrun's"
-    add("--standalone", dest="store", action="store_const", const=None, help=text)
+    add("--standalone", dest="store", action="store_const", const=None, help="without etcd")
     add("--log-dir", type=Path, help="a folder for the output of each rank")
     text = "start a module, as `python -m` does"
     add("-m", "--module", dest="prefix", action="append_const", const="-m", default=[], help=text)

@@ -40,6 +40,10 @@ class StoreUrl(NamedTuple):
     prefix: str
     options: Mapping[str, str]
 
+    def __repr__(self) -> str:
+        # Without the options, which may contain a password.
+        return f"StoreUrl({self.endpoints!r}, {self.prefix!r})"
+
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
         """Read a URL.
