@@ -1,4 +1,4 @@
-"""The command line: compare topologies, plan a run, test links, start ranks, average models."""
+"""The command line: plan a run, test links, start ranks, average models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from decent_optim_wrapper.checkpoint.export import export_average
 from decent_optim_wrapper.elastic.launcher.launcher import launch
 from decent_optim_wrapper.elastic.launcher.options import add_arguments, read_arguments
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.planning import link_probe, tables
+from decent_optim_wrapper.planning import link_probe
 from decent_optim_wrapper.planning.plan import Job, plan
 
 _PROGRAM = "python -m decent_optim_wrapper"
 _EXAMPLES = {
     "run": f"{_PROGRAM} run --nproc-per-node 4 train.py",
-    "topologies": f"{_PROGRAM} topologies --world-size 12",
     "plan": f"{_PROGRAM} plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4",
     "comm": "torchrun --standalone --nproc-per-node 4 -m decent_optim_wrapper comm",
     "average": f"{_PROGRAM} average runs/mine --out model.pt",
@@ -71,10 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _topologies(args: argparse.Namespace) -> str:
-    return tables.topologies(args.world_size, args.local_world_size, args.topology)
-
-
 def _plan(args: argparse.Namespace) -> str:
     job = args.parameters, args.ranks, args.bandwidth, args.step, args.optimizer, args.varying
     return plan(Job(*job))
@@ -104,11 +99,6 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "start the ranks of this node, and start again those that die"
     add_arguments(add("run", lambda args: launch(read_arguments(args)), about))
-
-    table = add("topologies", _topologies, "the topologies that fit, and why others do not")
-    table.add_argument("--world-size", type=int, default=8, help="number of ranks; 8 by default")
-    table.add_argument("--local-world-size", type=int, default=1, help="on each node; 1 by default")
-    table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 
     job = add("plan", _plan, "settings for a run, and the seconds of a step by method")
     for flag, units, expected in (

@@ -15,7 +15,6 @@ from decent_optim_wrapper.planning import (
     consensus_rate,
     rounds_to_consensus,
     steady_error,
-    suggest,
 )
 from decent_optim_wrapper.topo import RandomMatching, Topology, default_name
 
@@ -111,12 +110,3 @@ def test_the_default_follows_from_the_number_of_ranks() -> None:
     pairs, greedy, exact = (1, 2, 8, 512), (3, 6, 12, 255), (257, 510)
     for name, sizes in (("one-peer-exp", pairs), ("greedy", greedy), ("base-2", exact)):
         assert {*map(default_name, sizes)} == {name}
-
-
-@pytest.mark.parametrize("sizes", [(7, 1), (8, 2), (12, 4)])
-def test_suggestions_fit_and_start_with_the_best_per_byte(sizes: tuple[int, int]) -> None:
-    names = suggest(*sizes)
-    assert {*names} == {name for name, kind in TopologyFactory.registered() if kind.fits(*sizes)}
-    topologies = [TopologyFactory.create(name, *sizes) for name in names]
-    costs = [steady_error(each) * bytes_per_round(each, 1).mean for each in topologies]
-    assert costs == sorted(costs)

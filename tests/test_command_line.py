@@ -19,7 +19,6 @@ from decent_optim_wrapper import __version__
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
 from decent_optim_wrapper.elastic.stores.launched_store import StoreUrl
-from decent_optim_wrapper.planning import suggest
 
 PROGRAM = "python -m decent_optim_wrapper"
 EXAMPLE = "plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4"
@@ -46,22 +45,6 @@ def refusal(command: str) -> str:
     assert usage.startswith(f"usage: {program} [-h]")
     assert line.startswith(f"{program}: error: ")
     return line
-
-
-def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() -> None:
-    command = "topologies --world-size 12 --local-world-size 4"
-    header, _, *lines = printed(command).splitlines()
-    (legend,) = (line for line in lines if line.startswith("best first"))
-    for column in ("consensus_rate", "rounds_to_consensus", "steady_error", "copies_maximum"):
-        assert column in header
-        assert f"{column}: " in legend
-    (cuboid,) = (line for line in lines if line.startswith("hypercuboid"))
-    assert re.split(" {2,}", cuboid)[:5] == ["hypercuboid", "3", "2, 3", "0.000", "3"]
-    (ring,) = (line for line in lines if line.startswith("ring"))
-    assert re.split(" {2,}", ring)[4:6] == ["never", "1.889"]
-    assert "one-peer-exp does not fit: it needs a world size that is a power of two" in lines
-    names = [line.split()[0] for line in lines if "does not fit" not in line and line != legend]
-    assert tuple(names) == suggest(12, 4)
 
 
 def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
@@ -118,7 +101,7 @@ def test_each_help_shows_a_command_that_runs(
         ):
             printed(words)
         ran.append(name)
-    assert ran == ["run", "topologies", "plan", "comm", "average"]
+    assert ran == ["run", "plan", "comm", "average"]
     assert helped("--version").strip() == __version__
 
 
@@ -153,8 +136,6 @@ def test_run_takes_what_people_write_for_torchrun(monkeypatch: pytest.MonkeyPatc
 ETCD = "etcd://host:2379/run"
 REFUSED = {
     "nonsense": "invalid choice: 'nonsense'",
-    "topologies --world-size 0": "world_size must be 1 or more",
-    "topologies --topology rign": "did you mean 'ring'",
     "comm": "torchrun --nproc-per-node",
     "comm --mib inf": "mib=inf",
     "comm --repeats 0": "repeats=0",
@@ -236,8 +217,8 @@ BUSY = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).
 def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> None:
     """Such as the thread of a launcher whose store has lost its majority."""
     (tmp_path / "script.py").write_text(f"{BUSY}; {MODULE}")
-    command = ("script.py", "topologies", "--world-size", "4")
-    assert "ring" in run_script(*command, cwd=tmp_path, seconds=40)
+    job = "--parameters", "10M", "--ranks", "4", "--bandwidth", "1gbit", "--step", "0.4"
+    assert "int4" in run_script("script.py", "plan", *job, cwd=tmp_path, seconds=40)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from decent_optim_wrapper.planning.analysis import (
     consensus_rate,
     rounds_to_consensus,
     steady_error,
-    suggest,
 )
 
 __all__ = [
@@ -15,5 +14,4 @@ __all__ = [
     "consensus_rate",
     "rounds_to_consensus",
     "steady_error",
-    "suggest",
 ]

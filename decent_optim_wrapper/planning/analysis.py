@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo import Topology, TopologyFactory
+from decent_optim_wrapper.topo import Topology
 
 # A round that leaves this share of the distance to the mean has averaged exactly, up to rounding.
 _EXACT = 1e-9
@@ -142,28 +142,6 @@ def bytes_per_round(topology: Topology, parameter_bytes: float) -> BytesSent:
     per_copy = parameter_bytes / topology.period
     mean = math.fsum(totals) / len(totals)
     return BytesSent(mean=mean * per_copy, maximum=max(totals) * per_copy)
-
-
-def suggest(world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
-    """The names of the topologies that fit, best first by mixing per byte.
-
-    They are ordered by steady error times mean bytes per round.
-
-    Args:
-        world_size: number of ranks.
-        local_world_size: ranks per node.
-
-    Raises:
-        ValueError: a size is below 1, or `local_world_size` does not divide `world_size`.
-    """
-
-    def cost(name: str) -> float:
-        topology = TopologyFactory.create(name, world_size, local_world_size)
-        return steady_error(topology) * bytes_per_round(topology, 1).mean
-
-    kinds = TopologyFactory.registered()
-    fitting = [name for name, kind in kinds if kind.accepts(world_size, local_world_size)]
-    return tuple(sorted(fitting, key=cost))
 
 
 def _mixing_matrices(topology: Topology) -> list[Tensor]:
