@@ -122,7 +122,8 @@ class Builder:
             in_step = isinstance(self.settings.pacing, WithinStep)
             check_closures(self.optimizer, self.extras.in_backward or not in_step)
             instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
-            known = () if self.model is None or sharing.meeting.mesh else self.model.parameters()
+            whole = None if sharing.meeting.mesh else self.model
+            known = [p for p in whole.parameters() if p.requires_grad] if whole else []
             if known and {*params_of(self.optimizer)}.isdisjoint(known):
                 raise ValueError(
                     f"rank {sharing.world.rank}: model expects the module that the optimizer "
