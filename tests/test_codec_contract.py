@@ -70,6 +70,8 @@ def test_a_message_depends_on_the_values_only_and_says_how_large_it_is(
     whole, rest = divmod(numel, codec.block)
     assert message.numel() == codec.nbytes(whole * codec.block) + codec.nbytes(rest)
     assert codec.nbytes(0) == 0
+    # What stands for a rank that is left out.
+    assert not decoded(codec, torch.zeros_like(message), values).any()
     read = decoded(codec, message, values)
     assert read.dtype == wide(dtype)
     assert torch.equal(read, decoded(codec, message, values))

@@ -2,7 +2,7 @@
 
 import torch
 
-from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device, wide
+from decent_optim_wrapper.codecs.base import Codec, Place, is_finite_on_device, wide
 from decent_optim_wrapper.codecs.cast import CastCodec
 from decent_optim_wrapper.codecs.scaled import Float8Codec, Int4Codec, Int8Codec, ScaledCodec
 from decent_optim_wrapper.codecs.top_k import TopKCodec
@@ -14,6 +14,7 @@ __all__ = [
     "Float8Codec",
     "Int4Codec",
     "Int8Codec",
+    "Place",
     "ScaledCodec",
     "TopKCodec",
     "codec_of",

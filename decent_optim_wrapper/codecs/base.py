@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +17,33 @@ SLICE = 1 << 18
 Decoded = tuple[slice, list[Tensor]]
 
 
+class Place(NamedTuple):
+    """Blocks of a vector that are coded at once: some chunks, or a part of one.
+
+    Args:
+        part: their elements, as a slice of the vector; the last block may not be full, and the last
+            chunks may be empty.
+        chunks: the chunks.
+        blocks: the blocks of each of these chunks.
+    """
+
+    part: slice
+    chunks: slice
+    blocks: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of chunks, and of blocks in each."""
+        return self.chunks.stop - self.chunks.start, self.blocks.stop - self.blocks.start
+
+
 class Codec(ABC):
     """Codes vectors of floats as messages of bytes; the same on all ranks.
 
     All ranks of a group must decode a message to the same bits, so `read` must depend on the
-    message only. A codec has no state. Its methods may run on any thread, several of them at the
-    same time and next to the training, so they must not draw random numbers from torch's global
-    generator.
+    message only. A message of zeros is decoded as zeros. A codec has no state. Its methods may run
+    on any thread, several of them at the same time and next to the training, so they must not draw
+    random numbers from torch's global generator.
 
     Attributes:
         block: number of elements that are coded together; vectors are cut at multiples of it.
@@ -28,18 +51,28 @@ class Codec(ABC):
             share and that moves with each round. What a message leaves out is then sent by a later
             one, and ranks that do not train converge to the same values. It costs a copy of the
             parameters for each group of the rank.
+        is_coarse: whether errors are large where there is no reference yet: after a start at zero
+            three rounds then move the reference, and not the parameters.
+        in_slices: whether chunks are coded in slices on GPUs, too, since messages depend on it.
     """
 
     block: int = 1
     uses_reference: bool = True
+    is_coarse: bool = False
+    in_slices: bool = False
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
 
+    @property
     @abstractmethod
+    def block_bytes(self) -> int:
+        """Number of bytes that a block takes in a message."""
+
     def nbytes(self, numel: int) -> int:
-        """Number of bytes of the message for `numel` elements; the last block may not be full."""
+        """Number of bytes of the message for `numel` elements; the last block is padded."""
+        return -(-numel // self.block) * self.block_bytes
 
     def of_means(self, size: int) -> Codec:
         """The codec of the means in a group of more than two ranks, with blocks of the same size.
@@ -50,23 +83,31 @@ class Codec(ABC):
         return self
 
     @abstractmethod
-    def is_finite(self, message: Tensor) -> Tensor:
-        """Return whether the coded values are finite: bool of shape (), on the message's device."""
-
-    @abstractmethod
-    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Code one slice of a vector.
+    def is_finite(self, messages: Tensor) -> Tensor:
+        """Return whether all coded values are finite.
 
         Args:
-            message: the message of the whole vector, uint8.
-            place: the slice of the vector, which starts at a multiple of `block`.
-            values: the elements of the slice, padded with zeros to whole blocks; may be
+            messages: one or more, as in `encode`.
+
+        Returns:
+            bool tensor of shape (), on the device of the messages.
+        """
+
+    @abstractmethod
+    def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
+        """Code some blocks.
+
+        Args:
+            messages: the messages of equal chunks of a vector, uint8 of shape (chunks, bytes), with
+                gaps between them.
+            place: the blocks.
+            values: their elements, of shape (chunks, blocks, block), padded with zeros; may be
                 overwritten.
         """
 
     @abstractmethod
-    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Decode one slice into `values`, padded to whole blocks; arguments as in `write`."""
+    def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
+        """Decode some blocks into `values`; arguments as in `write`."""
 
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
@@ -74,61 +115,73 @@ class Codec(ABC):
 
         Args:
             values: a vector of floats.
-            message: the result, uint8 of `nbytes(values.numel())` elements, on the same device.
+            message: the result, on the same device: uint8 of `nbytes(values.numel())` elements. Or
+                the messages of equal chunks, as in `write`; the last ones may not be full.
             reference: a vector of the shape of `values` and of dtype `wide(values.dtype)`; None
                 codes the values themselves.
         """
-        buffer = self._buffer(values.numel(), wide(values.dtype), values.device)
-        for place in self._slices(values.numel(), values.device):
-            whole = self._in_blocks(place, buffer)
-            part = whole[: place.stop - place.start]
+        messages = in_rows(message)
+        buffer = self._buffer(messages, wide(values.dtype), values.device)
+        for place in self._places(messages, values.numel()):
+            part, whole = self._in_blocks(place, buffer)
             if reference is None:
-                part.copy_(values[place])
+                part.copy_(values[place.part])
             else:
-                torch.sub(values[place], reference[place], out=part)
-            whole[part.numel() :].zero_()
-            self.write(message, place, whole)
+                torch.sub(values[place.part], reference[place.part], out=part)
+            if len(part) < whole.numel():
+                whole.view(-1)[len(part) :].zero_()
+            self.write(messages, place, whole)
 
     def decode(self, *messages: Tensor, numel: int, dtype: torch.dtype) -> Iterator[Decoded]:
         """Decode messages side by side, slice by slice.
 
         Args:
-            messages: one or more messages of vectors of `numel` elements.
+            messages: one or more messages of vectors of `numel` elements, as in `encode`.
             numel: number of elements of each vector.
             dtype: dtype of the result, float32 or float64.
 
         Yields:
-            A slice, and the values of each message there. The next slice overwrites them.
+            A slice, and the values of each message there, which the next slice overwrites.
         """
-        buffers = [self._buffer(numel, dtype, message.device) for message in messages]
-        for place in self._slices(numel, messages[0].device):
-            values = []
-            for message, buffer in zip(messages, buffers, strict=True):
-                whole = self._in_blocks(place, buffer)
-                self.read(message, place, whole)
-                values.append(whole[: place.stop - place.start])
-            yield place, values
+        rows = [*map(in_rows, messages)]
+        buffers = [self._buffer(row, dtype, row.device) for row in rows]
+        for place in self._places(rows[0], numel):
+            blocks = [self._in_blocks(place, buffer) for buffer in buffers]
+            for row, (_, whole) in zip(rows, blocks, strict=True):
+                self.read(row, place, whole)
+            yield place.part, [part for part, _ in blocks]
 
-    def _buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        longest = min(self._blocks(numel) * self.block, self._slice(numel, device))
-        return torch.empty(longest, dtype=dtype, device=device)
+    def _places(self, messages: Tensor, numel: int) -> Iterator[Place]:
+        """The blocks that are coded at once, one after the other."""
+        chunks, length, most = self._sizes(messages)
+        step = max(1, most // max(1, length))
+        for first, begin in product(range(0, chunks, step), range(0, length, most)):
+            last, end = min(chunks, first + step), min(length, begin + most)
+            start = (first * length + begin) * self.block
+            stop = min(numel, ((last - 1) * length + end) * self.block)
+            if start < stop:
+                yield Place(slice(start, stop), slice(first, last), slice(begin, end))
 
-    def _slice(self, numel: int, device: torch.device) -> int:
-        """Number of elements of a vector that are coded at a time, a multiple of `block`."""
+    def _sizes(self, messages: Tensor) -> tuple[int, int, int]:
+        """The number of chunks, of blocks in each, and of blocks that are coded at once."""
+        chunks, length = len(messages), messages.shape[1] // self.block_bytes
         # On a GPU each operation starts a kernel.
-        blocks = SLICE // self.block if device.type == "cpu" else self._blocks(numel)
-        return max(1, blocks) * self.block
+        in_slices = self.in_slices or messages.device.type == "cpu"
+        return chunks, length, max(1, SLICE // self.block if in_slices else chunks * length)
 
-    def _slices(self, numel: int, device: torch.device) -> Iterator[slice]:
-        size = self._slice(numel, device)
-        for start in range(0, numel, size):
-            yield slice(start, min(start + size, numel))
+    def _buffer(self, messages: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        chunks, length, most = self._sizes(messages)
+        return torch.empty(min(chunks * length, most) * self.block, dtype=dtype, device=device)
 
-    def _in_blocks(self, place: slice, buffer: Tensor) -> Tensor:
-        return buffer[: self._blocks(place.stop - place.start) * self.block]
+    def _in_blocks(self, place: Place, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory of the elements of some blocks, and the same with padding, as blocks."""
+        padded = buffer[: math.prod(place.shape) * self.block]
+        return padded[: place.part.stop - place.part.start], padded.view(*place.shape, self.block)
 
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block)
+
+def in_rows(message: Tensor) -> Tensor:
+    """View the message of a vector as that of its only chunk."""
+    return message.view(message.shape[:-1].numel(), message.shape[-1])
 
 
 def is_finite_on_device(values: Tensor) -> Tensor:

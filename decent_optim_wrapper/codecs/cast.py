@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
+from decent_optim_wrapper.codecs.base import Codec, Place, is_finite_on_device
 
 
 class CastCodec(Codec):
@@ -20,26 +20,27 @@ class CastCodec(Codec):
         self.dtype = dtype
         self.uses_reference = uses_reference
 
-    def nbytes(self, numel: int) -> int:
+    @property
+    def block_bytes(self) -> int:
         """One element of the dtype for each element."""
-        return numel * self.dtype.itemsize
+        return self.dtype.itemsize
 
-    def is_finite(self, message: Tensor) -> Tensor:
+    def is_finite(self, messages: Tensor) -> Tensor:
         """Return whether the values are finite after the cast."""
-        return is_finite_on_device(message.view(self.dtype))
+        return is_finite_on_device(messages.view(self.dtype))
 
-    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Cast a slice."""
-        message.view(self.dtype)[place].copy_(values)
+    def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
+        """Cast some values."""
+        messages.view(self.dtype)[place.chunks, place.blocks].copy_(values.view(place.shape))
 
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        """Like `Codec.encode`, in one pass."""
-        if reference is None:
-            message.view(self.dtype).copy_(values)
+        """Like `Codec.encode`, in one pass if there is one chunk."""
+        if reference is None or message.dim() > 1:
+            super().encode(values, message, reference)
         else:
             torch.sub(values, reference, out=message.view(self.dtype))
 
-    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Cast a slice back."""
-        values.copy_(message.view(self.dtype)[place])
+    def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
+        """Cast some values back."""
+        values.view(place.shape).copy_(messages.view(self.dtype)[place.chunks, place.blocks])

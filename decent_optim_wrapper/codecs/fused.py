@@ -25,25 +25,26 @@ def encode(values: Tensor, reference: Tensor | None, codes: Tensor) -> Tensor:
     Args:
         values: a vector of floats.
         reference: a vector of the same shape, in the dtype in which values are scaled; or None.
-        codes: the result, int8 of shape (blocks, block).
+        codes: the result, int8 of shape (chunks, blocks, block).
 
     Returns:
-        The scales, float32 of shape (blocks,). To write them, too, torch would have to compile a
-        function that changes two views of one tensor with different dtypes, which it does not.
+        The scales, float32 of shape (chunks, blocks). To write them, too, torch would have to
+        compile a function that changes two views of one tensor with different dtypes, which it does
+        not.
     """
     dtype = wide(values.dtype)
     change = values.to(dtype) if reference is None else values - reference
     rows = torch.nn.functional.pad(change, (0, codes.numel() - change.numel())).view(codes.shape)
-    scale = (rows.abs().amax(1) / 127).to(torch.float32)
+    scale = (rows.abs().amax(2) / 127).to(torch.float32)
     # The reciprocal of the scale as it is sent, which is rounded.
     inverse = torch.where(scale < SMALLEST_SCALE, 0, scale.to(dtype).reciprocal())
-    codes.copy_((rows * inverse.unsqueeze(1)).round())
+    codes.copy_((rows * inverse.unsqueeze(2)).round())
     return scale
 
 
 def decode(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
     """Decode whole blocks: one multiplication, so that all ranks get the same bits."""
-    return values.copy_(codes.to(values.dtype) * scales.to(values.dtype).unsqueeze(1))
+    return values.copy_(codes.to(values.dtype) * scales.to(values.dtype).unsqueeze(2))
 
 
 @cache

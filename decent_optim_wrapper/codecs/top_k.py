@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
+from decent_optim_wrapper.codecs.base import Codec, Place, in_rows, is_finite_on_device
 
 _BLOCK = 256
 # What an element becomes, in units of m, the mean size of the sent elements of its block. Whatever
@@ -49,46 +49,49 @@ class TopKCodec(Codec):
         """The bytes of the scale, of the positions and of the codes of a block."""
         return [_SCALE.itemsize, self.k, self.k // 4]
 
-    def nbytes(self, numel: int) -> int:
-        """The bytes of the scale, and of the positions and codes of k elements, of each block."""
-        return -(-numel // _BLOCK) * sum(self._widths)
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the scale, and of the positions and codes of k elements."""
+        return sum(self._widths)
 
-    def is_finite(self, message: Tensor) -> Tensor:
+    def is_finite(self, messages: Tensor) -> Tensor:
         """Return whether the values are finite; NaN and infinity are the largest of their block."""
-        scales = _scales(self._rows(message)[:, : _SCALE.itemsize])
+        scales = _scales(self._rows(messages)[..., : _SCALE.itemsize])
         return is_finite_on_device(scales.to(torch.float32) * _LARGE)
 
-    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
+    def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Write the largest elements of each block."""
         rows = values.view(-1, _BLOCK)
         sizes, found = rows.abs().topk(self.k, dim=1)
         means = sizes.mean(1, keepdim=True)
         # Zeros pad the last block, and must not make its scale small.
-        means[-1] *= max(1.0, self.k / ((place.stop - place.start) % _BLOCK or _BLOCK))
+        last, rest = divmod(place.part.stop - place.part.start, _BLOCK)
+        means[last:] *= max(1.0, self.k / (rest or _BLOCK))
         scales = means.to(_SCALE)
         bits = (sizes > (_SMALL + _LARGE) / 2 * scales) + 2 * (rows.gather(1, found) < 0)
-        codes = (bits.view(len(rows), -1, 4) << _shifts(message)).sum(2)
+        codes = (bits.view(len(rows), -1, 4) << _shifts(messages)).sum(2)
         parts = scales.view(torch.uint8), found, codes
         coded = torch.cat([part.to(torch.uint8) for part in parts], dim=1)
-        self._rows(message)[place.start // _BLOCK :][: len(rows)] = coded
+        self._rows(messages)[place.chunks, place.blocks] = coded.view(*place.shape, -1)
 
-    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
+    def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Read the largest elements of each block; all others are zero."""
         rows, dtype = values.zero_().view(-1, _BLOCK), values.dtype
-        coded = self._rows(message)[place.start // _BLOCK :][: len(rows)]
+        coded = self._rows(messages)[place.chunks, place.blocks].flatten(0, 1)
         scales, places, codes = torch.split(coded, self._widths, dim=1)
-        bits = (codes.unsqueeze(2) >> _shifts(message)).view(len(rows), -1)
+        bits = (codes.unsqueeze(2) >> _shifts(messages)).view(len(rows), -1)
         large, negative = ((bits & bit).to(dtype) for bit in (1, 2))
         levels = (_SMALL + (_LARGE - _SMALL) * large) * (1 - negative)
         rows.scatter_(1, places.long(), levels * _scales(scales).to(dtype))
 
-    def _rows(self, message: Tensor) -> Tensor:
-        return message.view(-1, sum(self._widths))
+    def _rows(self, messages: Tensor) -> Tensor:
+        blocks = messages.shape[-1] // self.block_bytes
+        return torch.unflatten(in_rows(messages), 1, (blocks, self.block_bytes))
 
 
 def _scales(coded: Tensor) -> Tensor:
     # A copy: no other dtype can be viewed at an odd byte, where a row may begin.
-    return coded.clone().flatten().view(_SCALE).unsqueeze(1)
+    return coded.flatten().clone().view(_SCALE).unsqueeze(1)
 
 
 def _shifts(like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import NamedTuple
@@ -50,22 +50,23 @@ class CodedExchange(Exchange):
         super().__init__(round, bucket, position)
         self._codec = codec
         self.on_thread = not self.on_gpu
-        # The parts of the vector that are coded separately.
         numel, size = bucket.wire.numel, round.group.size
-        chunks = shares(numel, codec.block, size, round.number) if self.sums else [slice(0, numel)]
-        self._chunks = chunks
-        self._reference = None if round.references is None else round.references.of(bucket)
+        # The equal parts of the vector that are coded separately, a row for each.
+        self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
+        self._length = _length(self._chunks[0])
+        references = round.references
+        self._reference = None if references is None else references.of(bucket)
         self.uses_reference = self._reference is not None
+        if references is not None and self.uses_reference and codec.is_coarse:
+            self._weight *= not references.are_far
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
-        row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._incoming_codec))
+        self._nbytes = codec.nbytes(self._length)
+        self._incoming_nbytes = self._incoming_codec.nbytes(self._length)
         # Behind the codes of a chunk comes a flag, of the rank or of all whose mean it is.
-        row = aligned(row + size) if self.sums else row + 1
+        row = aligned(max(self._nbytes, self._incoming_nbytes) + size)
         # The messages to send, and as much memory for received ones.
-        self._messages, self._room = bucket.wire.vectors(2, row * len(chunks), torch.uint8)
-        rows = zip(self._messages.view(-1, row), map(_length, chunks), strict=True)
-        # This rank's codes of each chunk.
-        self._outgoing = [row[: codec.nbytes(numel)] for row, numel in rows]
+        self._messages, self._room = bucket.wire.vectors(2, row * len(self._chunks), torch.uint8)
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Keep the values that are sent, and code those of a GPU."""
@@ -76,19 +77,22 @@ class CodedExchange(Exchange):
             self._encode()
 
     def _encode(self) -> None:
-        for chunk, message in zip(self._chunks, self._outgoing, strict=True):
-            near = torch.empty_like(message, device=self.device) if self.via_cpu else message
-            reference = None if self._reference is None else self._reference[chunk]
-            self._codec.encode(self._values.data[chunk], near, reference)
-            if self.via_cpu:
-                message.copy_(near, non_blocking=True)
+        messages, values = self._messages, self._values.data
+        near = torch.empty_like(messages, device=self.device) if self.via_cpu else messages
+        rows = self._rows(near, self._codec)
+        if (full := len(values) // max(1, self._length)) < len(self._chunks):
+            # Where chunks have no values, they are zeros.
+            rows[full:].zero_()
+        self._codec.encode(values, rows, self._reference)
+        if self.via_cpu:
+            messages.copy_(near, non_blocking=True)
 
     def start(self) -> None:
         """Code what is on the CPU, check the codes and start the exchange."""
         if self.device.type == "cpu":
             self._encode()
         if self._round.nonfinite.checks:
-            finite = reduce(torch.logical_and, map(self._codec.is_finite, self._outgoing))
+            finite = self._codec.is_finite(self._rows(self._messages, self._codec))
             self.finite = finite if self.on_gpu else bool(finite)
             # A larger group would spread them.
             if not self.on_gpu and not finite and self._round.nonfinite.replaces:
@@ -101,8 +105,8 @@ class CodedExchange(Exchange):
         if arrived is not None:
             # Both ranks treat a message that is not mixed as zeros.
             refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
-            for message in (*self._arrived, *self._outgoing):
-                message.masked_fill_(refused, 0)
+            for messages in (self._room, self._messages):
+                messages.masked_fill_(refused, 0)
         self._bucket.absorb_(self._changes(mask.ranks), self._weight * rate)
         if self._round.references is not None and self._reference is not None:
             self._round.references.settle(self._bucket, self._reference)
@@ -113,11 +117,6 @@ class CodedExchange(Exchange):
     def _send(self) -> None:
         """Start the exchange of the messages."""
 
-    @property
-    @abstractmethod
-    def _arrived(self) -> list[Tensor]:
-        """The received message of each chunk, from the peer or with the mean."""
-
     @abstractmethod
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         """The changes before the weight, by slice; moves the reference if all ranks are present."""
@@ -127,19 +126,22 @@ class CodedExchange(Exchange):
 
     def _means_of(self, present: Tensor | int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""
-        for chunk, message in zip(self._chunks, self._arrived, strict=True):
-            for place, (values,) in self._decode(self._incoming_codec, chunk, message):
-                if self.sums:
-                    values.mul_(self._round.group.size / present)
-                reference = self._reference
-                yield place, values if reference is None else values.add_(reference[place])
+        for place, (values,) in self._decode(self._incoming_codec, self._room):
+            if self.sums:
+                values.mul_(self._round.group.size / present)
+            reference = self._reference
+            yield place, values if reference is None else values.add_(reference[place])
 
-    def _decode(self, codec: Codec, chunk: slice, *messages: Tensor) -> Iterator[Parts]:
-        """The values of messages in a chunk, by slice of the whole vector."""
-        near = (message.to(self._bucket.device, non_blocking=True) for message in messages)
-        dtype = wide(self._bucket.dtype)
-        for place, values in codec.decode(*near, numel=_length(chunk), dtype=dtype):
-            yield slice(chunk.start + place.start, chunk.start + place.stop), values
+    def _decode(self, codec: Codec, *memory: Tensor) -> Iterator[Parts]:
+        """The values of the messages in some memory, by slice of the vector."""
+        near = (each.to(self._bucket.device, non_blocking=True) for each in memory)
+        rows = [self._rows(each, codec) for each in near]
+        return codec.decode(*rows, numel=self._bucket.wire.numel, dtype=wide(self._bucket.dtype))
+
+    def _rows(self, memory: Tensor, codec: Codec) -> Tensor:
+        """The messages without their flags, in larger groups with a row for each chunk."""
+        nbytes = codec.nbytes(self._length)
+        return memory.view(len(self._chunks), -1)[:, :nbytes] if self.sums else memory[:nbytes]
 
 
 class CodedPair(CodedExchange):
@@ -150,27 +152,22 @@ class CodedPair(CodedExchange):
 
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position, codec)
+        self._pair = self._messages[: self._nbytes + 1], self._room[: self._nbytes + 1]
         # Without the flag: only values are counted.
-        self.bytes_sent = self._messages.nbytes - 1
+        self.bytes_sent = self._nbytes
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
-        return bool(self._room[-1])
+        return bool(self._pair[1][-1])
 
     def _send(self) -> None:
         if self.has_own_flag:
-            self._messages[-1] = bool(self.finite)
-        self.works = self._swap(self._messages, self._room)
-
-    @property
-    def _arrived(self) -> list[Tensor]:
-        return [self._room[:-1]]
+            self._pair[0][-1] = bool(self.finite)
+        self.works = self._swap(*self._pair)
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
-        (chunk,) = self._chunks
         both: Tensor | None = None
-        messages = *self._arrived, *self._outgoing
-        for place, (theirs, ours) in self._decode(self._codec, chunk, *messages):
+        for place, (theirs, ours) in self._decode(self._codec, self._room, self._messages):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
                 both = torch.add(theirs, ours, out=None if both is None else both[: len(theirs)])
@@ -200,31 +197,33 @@ class CodedGroup(CodedExchange):
         size, place = round.group.size, round.group.ranks.index(round.transport.rank)
         self._place = place
         self.has_own_flag = round.nonfinite.checks and not self.on_gpu
-        new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
+        # For each rank the row of the chunk that it owns, and the chunk.
+        rows = owned_rows(size, round.number)
+        self._owned = [self._chunks[row] for row in rows]
+        messages, room = self._messages.view(size, -1), self._room.view(size, -1)
         # The codes of each chunk, and behind them whether this rank's values are finite.
-        rows = zip(self._messages.view(size, -1), map(len, self._outgoing), strict=True)
-        self._sent = [row[: nbytes + 1] for row, nbytes in rows]
+        self._sent = [messages[row, : self._nbytes + 1] for row in rows]
         # For each rank a row, which first takes its message of this rank's chunk, and then the mean
         # of its own chunk, with the flags of all ranks behind it.
-        room, own = self._room.view(size, -1), self._sent[place]
-        self._codes = [row[: len(own)] for row in room]
-        self._codes[place] = own
-        lengths = [self._incoming_codec.nbytes(_length(chunk)) + size for chunk in self._chunks]
-        self._means = [row[:length] for row, length in zip(room, lengths, strict=True)]
+        self._codes = [room[row, : self._nbytes + 1] for row in rows]
+        self._codes[place] = self._sent[place]
+        self._means = [room[row, : self._incoming_nbytes + size] for row in rows]
+        self._own_mean = self._means[place]
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
-        self._means[place] = new(lengths[place], torch.uint8)
+        new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
+        self._means[place] = new(self._own_mean.numel(), torch.uint8)
         # This rank's mean less the one that it sends.
-        self._error = new(_length(self._chunks[place]), wide(bucket.dtype)).zero_()
-        sent = sum(map(len, self._outgoing)) - len(self._outgoing[place])
-        self.bytes_sent = sent + (size - 1) * (lengths[place] - size)
+        self._error = new(_length(self._owned[place]), wide(bucket.dtype)).zero_()
+        # Chunks of a small vector may be empty; they are not sent.
+        self._owners = [p for p, chunk in enumerate(self._owned) if p != place and _length(chunk)]
+        self._senders = [p for p in range(size) if p != place and len(self._error)]
+        self.bytes_sent = len(self._owners) * self._nbytes
+        self.bytes_sent += len(self._senders) * self._incoming_nbytes
 
     def _send(self) -> None:
         transport, ranks = self._round.transport, self._round.group.ranks
-        others = [place for place, rank in enumerate(ranks) if rank != transport.rank]
-        # Chunks of a small vector may be empty; they are not sent.
-        owners = [place for place in others if self._outgoing[place].numel()]
-        senders = others if self._outgoing[self._place].numel() else []
+        owners, senders = self._owners, self._senders
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
         for message in self._sent:
             message[-1] = bool(self.finite)
@@ -259,28 +258,32 @@ class CodedGroup(CodedExchange):
     def refused(self) -> set[int]:
         """The ranks with values that are not finite: the owner of a chunk tells all others."""
         ranks = self._round.group.ranks
-        flags = next(mean for mean in self._means if len(mean) > len(ranks))[-len(ranks) :].tolist()
+        owner = next(owner for owner, chunk in enumerate(self._owned) if _length(chunk))
+        flags = self._means[owner][-len(ranks) :].tolist()
         return {rank for rank, flag in zip(ranks, flags, strict=True) if not flag}
 
-    @property
-    def _arrived(self) -> list[Tensor]:
-        return [mean[: -len(self._means)] for mean in self._means]
+    def apply(self, rate: float, mask: MixMask) -> None:
+        """Mix the received means, and this rank's own, which lies elsewhere until then."""
+        self._own_mean.copy_(self._means[self._place])
+        super().apply(rate, mask)
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         ranks, size = self._round.group.ranks, self._round.group.size
         error = self._error.to(self._bucket.device, non_blocking=True)
-        for owner, chunk in enumerate(self._chunks):
-            means = self._decode(self._incoming_codec, chunk, self._means[owner][:-size])
-            codes = self._decode(self._codec, chunk, self._outgoing[owner])
-            for (place, (mean,)), (_, (ours,)) in zip(means, codes, strict=True):
-                if len(present) < size:
-                    mean.mul_(size / len(present))
-                elif self._reference is not None:
-                    self._reference[place].add_(mean)
-                change = mean.sub_(ours)
-                if owner == self._place:
-                    change.add_(error[place.start - chunk.start :][: len(change)], alpha=size)
-                yield place, change if ranks[owner] in present else change.zero_()
+        means = self._decode(self._incoming_codec, self._room)
+        codes = self._decode(self._codec, self._messages)
+        for (place, (mean,)), (_, (ours,)) in zip(means, codes, strict=True):
+            if len(present) < size:
+                mean.mul_(size / len(present))
+            elif self._reference is not None:
+                self._reference[place].add_(mean)
+            change = mean.sub_(ours)
+            here, there = _overlap(place, self._owned[self._place])
+            change[here].add_(error[there], alpha=size)
+            for rank, chunk in zip(ranks, self._owned, strict=True):
+                if rank not in present:
+                    change[_overlap(place, chunk)[0]] = 0
+            yield place, change
 
 
 class _OnThread(NamedTuple):
@@ -315,19 +318,29 @@ class _OnThread(NamedTuple):
         return self.done.done()
 
 
-def shares(numel: int, block: int, count: int, round: int) -> list[slice]:
-    """Cut a vector into almost equal chunks of whole blocks, some perhaps empty.
+def shares(numel: int, block: int, count: int) -> list[slice]:
+    """Cut a vector into equal chunks of whole blocks; the last ones may be shorter, or empty."""
+    length = -(-numel // (block * count)) * block
+    ends = [min(numel, index * length) for index in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
-    Returns:
-        The chunk of each rank, in an order that is drawn by the round: if a rank is left out of
-        many, it is not always the same chunk that stays unmixed.
+
+def owned_rows(size: int, round: int) -> list[int]:
+    """The chunk that each rank owns in a round.
+
+    If a rank is left out of many rounds, it is not always the same chunk that stays unmixed.
     """
-    blocks = -(-numel // block)
-    ends = [min(numel, index * blocks // count * block) for index in range(count + 1)]
-    chunks = [slice(start, stop) for start, stop in pairwise(ends)]
-    # Not in turn: a group may meet in every fourth round only.
-    first = int(Random(round).random() * count)
-    return chunks[first:] + chunks[:first]
+    # Drawn, not in turn: a group may meet in every fourth round only.
+    first = int(Random(round).random() * size)
+    return [*range(first, size), *range(first)]
+
+
+def _overlap(one: slice, other: slice) -> tuple[slice, slice]:
+    """What two slices have in common, as a slice of each."""
+    start = max(one.start, other.start)
+    stop = max(start, min(one.stop, other.stop))
+    here, there = (slice(start - each.start, stop - each.start) for each in (one, other))
+    return here, there
 
 
 def _wait(work: Waitable) -> None:

@@ -2,7 +2,9 @@
 
 A reference starts as the values with which all ranks start, or at zero if these may differ. Every
 round of the group moves it to the mean of the sent values. So the differences become smaller from
-round to round, and with them the rounding errors.
+round to round, and with them the rounding errors. After a start at zero the first rounds send whole
+values. The errors of a coarse codec would throw ranks apart that agree, so with such a codec these
+rounds move the reference only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 
 # The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
+# With int4, each of them leaves at most a fourteenth of the differences.
+_ROUNDS_FROM_ZERO = 3
 
 
 def keeps_references(topology: Topology) -> bool:
@@ -45,7 +49,8 @@ class GroupReference:
     Args:
         size: number of its ranks.
         is_used: whether there are any; otherwise the values themselves are coded.
-        coded_rounds: number of coded rounds.
+        coded_rounds: number of coded rounds since the references were zero; they begin with the
+            first ones behind them if they began as values.
     """
 
     def __init__(self, size: int, is_used: bool, coded_rounds: int = 0) -> None:
@@ -54,6 +59,11 @@ class GroupReference:
         # Ranks with different numbers would decode wrong values.
         self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
+
+    @property
+    def are_far(self) -> bool:
+        """Whether they were zero a few rounds ago."""
+        return self.coded_rounds < _ROUNDS_FROM_ZERO
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
@@ -156,8 +166,9 @@ class References:
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Start from the parameters, which are the same on all ranks now."""
         params = {member: as_real(member) for bucket in buckets for member in bucket.members}
-        for group in self.groups.values():
-            group.fill(buckets, params)
+        for ranks in self.groups:
+            self.groups[ranks] = GroupReference(len(ranks), self.are_used, _ROUNDS_FROM_ZERO)
+            self.groups[ranks].fill(buckets, params)
 
     @torch.no_grad()
     def replan(self, buckets: Sequence[Bucket]) -> None:
