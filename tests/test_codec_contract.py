@@ -82,6 +82,27 @@ def test_a_message_depends_on_the_values_only_and_says_how_large_it_is(
     assert torch.equal(read, torch.cat(parts))
 
 
+@pytest.mark.parametrize("length", [3 * 256, SLICE + 3 * 256])
+@EACH
+def test_chunks_that_are_coded_at_once_are_decoded_one_by_one(codec: Codec, length: int) -> None:
+    """The third of four is not full, the last one empty; the messages lie apart."""
+    values, nbytes = draw(2 * length + 300), codec.nbytes(length)
+    room = torch.zeros(4, nbytes + 64, dtype=torch.uint8)
+    codec.encode(values, room[:, :nbytes])
+    assert not room[3].any()
+    assert not room[:, nbytes:].any()
+    chunks = torch.split(values, length)
+    rows = [
+        decoded(codec, row[:nbytes], chunk) for row, chunk in zip(room[:3], chunks, strict=True)
+    ]
+    for row, chunk in zip(rows, chunks, strict=True):
+        assert torch.equal(row, decoded(codec, coded(codec, chunk), chunk))
+    together = codec.decode(room[:, :nbytes], numel=len(values), dtype=torch.float32)
+    whole = torch.cat([part.clone() for _, (part,) in together])
+    assert torch.equal(whole, torch.cat(rows))
+    assert whole.count_nonzero() > 0
+
+
 @EACH
 def test_a_message_tells_of_one_value_that_is_not_finite(codec: Codec) -> None:
     values = torch.ones(SLICE + 1, dtype=torch.float64)

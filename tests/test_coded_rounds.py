@@ -217,7 +217,7 @@ def test_ranks_with_other_references_are_told_so() -> None:
         return str(caught.value)
 
     texts = run_threads(2, main)
-    assert any("share references after" in text and "load" in text for text in texts)
+    assert any("rounds of its references" in text and "load" in text for text in texts)
 
 
 def test_a_schedule_of_many_partners_codes_the_values_and_says_so() -> None:
@@ -301,6 +301,27 @@ def test_ranks_that_agree_are_not_thrown_apart_where_references_start_at_zero(ca
     assert max(apart) < 1.01 * apart[0]
     assert apart[-1] < 0.1 * apart[0]
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
+
+
+def test_parameters_that_are_added_later_are_not_thrown_apart() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, (late, noise) = make_params(seed=0), map(make_params, (7, 8 + rank))
+        optimizer = wrap(params, group, CASES["complete"], 0.0, comm_dtype=INT4, sync_at_start=True)
+        take_rounds(optimizer, 4)
+        optimizer.add_param_group({"params": late})
+        for param, change in zip(late, noise, strict=True):
+            param.data.add_(change.data, alpha=1e-3)
+        rows = [flatten(late)]
+        for _ in range(10):
+            take_rounds(optimizer, 1)
+            rows.append(flatten(late))
+        return torch.stack(rows)
+
+    rows = torch.stack(run_threads(3, main))
+    apart = [distance(rows[:, round]) for round in range(11)]
+    assert 0.01 < apart[0] < 0.1
+    assert max(apart) < 1.01 * apart[0]
+    assert apart[-1] < 0.1 * apart[0]
 
 
 class NotedThreads(Int8Codec):

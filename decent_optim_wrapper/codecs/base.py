@@ -51,9 +51,11 @@ class Codec(ABC):
             share and that moves with each round. What a message leaves out is then sent by a later
             one, and ranks that do not train converge to the same values. It costs a copy of the
             parameters for each group of the rank.
-        is_coarse: whether errors are large where there is no reference yet: after a start at zero
-            three rounds then move the reference, and not the parameters.
-        in_slices: whether chunks are coded in slices on GPUs, too, since messages depend on it.
+        is_coarse: whether values are coded so coarsely that a round would throw ranks apart that
+            agree, and three rounds bring a reference near that starts at zero: these three then
+            move the reference, and not the parameters.
+        in_slices: whether messages depend on the slices that are coded at a time, which are then
+            the same on GPUs as on CPUs.
     """
 
     block: int = 1
@@ -75,7 +77,7 @@ class Codec(ABC):
         return -(-numel // self.block) * self.block_bytes
 
     def of_means(self, size: int) -> Codec:
-        """The codec of the means in a group of more than two ranks, with blocks of the same size.
+        """The codec of the means in groups of more than two ranks, with the same blocks and slices.
 
         Args:
             size: number of ranks.
@@ -154,6 +156,8 @@ class Codec(ABC):
     def _places(self, messages: Tensor, numel: int) -> Iterator[Place]:
         """The blocks that are coded at once, one after the other."""
         chunks, length, most = self._sizes(messages)
+        # Empty chunks have no message.
+        chunks = min(chunks, -(-numel // max(1, length * self.block)))
         step = max(1, most // max(1, length))
         for first, begin in product(range(0, chunks, step), range(0, length, most)):
             last, end = min(chunks, first + step), min(length, begin + most)

@@ -36,8 +36,11 @@ class CastCodec(Codec):
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
         """Like `Codec.encode`, in one pass if there is one chunk."""
-        if reference is None or message.dim() > 1:
+        if message.dim() > 1:
             super().encode(values, message, reference)
+        elif reference is None:
+            # The mean of a chunk that is not full is shorter than its message.
+            message.view(self.dtype)[: len(values)].copy_(values)
         else:
             torch.sub(values, reference, out=message.view(self.dtype))
 

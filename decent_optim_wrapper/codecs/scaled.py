@@ -123,7 +123,7 @@ class Int8Codec(ScaledCodec):
 class Int4Codec(ScaledCodec):
     """Rounds to 15 levels: 0.516 bytes per element.
 
-    A byte holds a code k of the first half of a slice and one of the second, as k + 16 k'.
+    A byte holds a code k of the first half of a chunk's slice and one of the second, as k + 16 k'.
     """
 
     bits, largest = 4, 7

@@ -319,6 +319,7 @@ class Transport(Connections):
             if self._posting is not None:
                 # The round raises its error if it has failed.
                 self.wait_for_any(self._posting.future)
+                self._posting = None
             self.wait([self._on_stream(start(self._open_world()), tensor)])
         except WireError as error:
             raise self.lost_in_collective(self.others, error) from error

@@ -53,7 +53,7 @@ class RoundHeader(NamedTuple):
         call: the method that the rank is in.
         round: the number of the round that the method launches, or of the next one.
         mixing_rate: the rate of the round; if two ranks had different ones, their mean would drift.
-        coded_rounds: number of rounds that the group has coded as differences to its references.
+        coded_rounds: the counter of the group's references; see `GroupReference`.
         sums_first: number of buckets that the group sums in the order of a backward pass.
         summed: the number that this rank proposes for a later round; see `SumOrder`.
     """
@@ -105,8 +105,8 @@ class RoundHeader(NamedTuple):
             found = f"has {rate}"
             remedy = "set the same rate on every rank before the same step()"
         elif other.coded_rounds != self.coded_rounds:
-            expected = f"to share references after {self.coded_rounds} coded rounds"
-            found = f"has coded {other.coded_rounds:.0f}, and would decode wrong values"
+            expected = f"to have counted {self.coded_rounds} rounds of its references"
+            found = f"has counted {other.coded_rounds:.0f}, and would decode wrong values"
             remedy = "load checkpoints of the same step on all ranks, or on none"
         elif other.sums_first != self.sums_first or not 0 <= other.summed < 1 << 53:
             expected = f"to sum {self.sums_first} buckets first"

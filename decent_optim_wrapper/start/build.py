@@ -123,8 +123,9 @@ class Builder:
             check_closures(self.optimizer, self.extras.in_backward or not in_step)
             instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", self.model)
             whole = None if sharing.meeting.mesh else self.model
-            known = [p for p in whole.parameters() if p.requires_grad] if whole else []
-            if known and {*params_of(self.optimizer)}.isdisjoint(known):
+            known = [] if whole is None else [*whole.parameters()]
+            trains = any(param.requires_grad for param in known)
+            if trains and {*params_of(self.optimizer)}.isdisjoint(known):
                 raise ValueError(
                     f"rank {sharing.world.rank}: model expects the module that the optimizer "
                     f"trains, got one with none of its parameters; build it from model.parameters()"

@@ -57,8 +57,8 @@ class CodedExchange(Exchange):
         references = round.references
         self._reference = None if references is None else references.of(bucket)
         self.uses_reference = self._reference is not None
-        if references is not None and self.uses_reference and codec.is_coarse:
-            self._weight *= not references.are_far
+        if references is not None and self.uses_reference and references.is_far(bucket):
+            self._weight = 0.0 if codec.is_coarse else self._weight
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
         self._nbytes = codec.nbytes(self._length)
@@ -78,14 +78,14 @@ class CodedExchange(Exchange):
 
     def _encode(self) -> None:
         messages, values = self._messages, self._values.data
-        near = torch.empty_like(messages, device=self.device) if self.via_cpu else messages
-        rows = self._rows(near, self._codec)
+        on_device = torch.empty_like(messages, device=self.device) if self.via_cpu else messages
+        rows = self._rows(on_device, self._codec)
         if (full := len(values) // max(1, self._length)) < len(self._chunks):
-            # Where chunks have no values, they are zeros.
+            # Nothing is coded into the end of the last rows, and `is_finite` reads all rows.
             rows[full:].zero_()
         self._codec.encode(values, rows, self._reference)
         if self.via_cpu:
-            messages.copy_(near, non_blocking=True)
+            messages.copy_(on_device, non_blocking=True)
 
     def start(self) -> None:
         """Code what is on the CPU, check the codes and start the exchange."""
@@ -134,8 +134,8 @@ class CodedExchange(Exchange):
 
     def _decode(self, codec: Codec, *memory: Tensor) -> Iterator[Parts]:
         """The values of the messages in some memory, by slice of the vector."""
-        near = (each.to(self._bucket.device, non_blocking=True) for each in memory)
-        rows = [self._rows(each, codec) for each in near]
+        on_device = (each.to(self._bucket.device, non_blocking=True) for each in memory)
+        rows = [self._rows(each, codec) for each in on_device]
         return codec.decode(*rows, numel=self._bucket.wire.numel, dtype=wide(self._bucket.dtype))
 
     def _rows(self, memory: Tensor, codec: Codec) -> Tensor:
@@ -310,6 +310,7 @@ class _OnThread(NamedTuple):
             # The text only: the error itself would hold this frame, which holds the future.
             raise RuntimeError(str(error))
         if error is not None:
+            # It may hold this frame: the connections are closed, and the round ends with it.
             self.fail(error)
             raise error
 

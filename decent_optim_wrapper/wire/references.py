@@ -21,7 +21,7 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 
 # The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
-# With int4, each of them leaves at most a fourteenth of the differences.
+# With int4, each of them leaves about a seventh of the largest differences, or less.
 _ROUNDS_FROM_ZERO = 3
 
 
@@ -35,7 +35,7 @@ class SavedReference(NamedTuple):
     """The saved references of one group.
 
     Args:
-        coded_rounds: number of coded rounds.
+        coded_rounds: as in `GroupReference`.
         values: the references by parameter.
     """
 
@@ -49,8 +49,8 @@ class GroupReference:
     Args:
         size: number of its ranks.
         is_used: whether there are any; otherwise the values themselves are coded.
-        coded_rounds: number of coded rounds since the references were zero; they begin with the
-            first ones behind them if they began as values.
+        coded_rounds: number of coded rounds since the references were zero; counted from 3 if they
+            began as the parameters.
     """
 
     def __init__(self, size: int, is_used: bool, coded_rounds: int = 0) -> None:
@@ -59,11 +59,17 @@ class GroupReference:
         # Ranks with different numbers would decode wrong values.
         self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
+        # The buckets with members that start at zero, until the next launch, and then the number of
+        # coded rounds at that launch: it is the same on all ranks then, and only then.
+        self._fresh: set[Bucket] = set()
+        self._begun: dict[Bucket, int] = {}
 
-    @property
-    def are_far(self) -> bool:
-        """Whether they were zero a few rounds ago."""
-        return self.coded_rounds < _ROUNDS_FROM_ZERO
+    def is_far(self, bucket: Bucket) -> bool:
+        """Whether a part of the reference was zero a few rounds ago; called at each launch."""
+        if bucket in self._fresh:
+            self._fresh.remove(bucket)
+            self._begun[bucket] = self.coded_rounds
+        return self.coded_rounds - self._begun.get(bucket, 0) < _ROUNDS_FROM_ZERO
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
@@ -71,6 +77,7 @@ class GroupReference:
             return None
         if bucket not in self._vectors:
             self._vectors[bucket] = bucket.on_device.new(wide(bucket.dtype)).data.zero_()
+            self._fresh.add(bucket)
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -88,11 +95,13 @@ class GroupReference:
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
-        self._vectors = {}
+        self._vectors, self._fresh = {}, set()
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
                 vector = self.of(bucket)
                 _copy(parts, {} if vector is None else _parts(bucket, vector))
+                if all(member in parts for member in bucket.members):
+                    self._fresh.discard(bucket)
 
     def count_round(self) -> None:
         """Count a coded round that has arrived.
