@@ -225,6 +225,19 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     results = time_to_loss.Results(time_to_loss.RESULTS)
     for table in (time_to_loss.table(results, time_to_loss.SEEDS), *regret.tables().values()):
         assert table in readme
+    examples = time_to_loss.RESULTS.parent.parent
+    guide = (examples / "guides" / "slow_network.md").read_text()
+    assert regret.speed_table(regret.Point(4, 0.0, "AdamW")) in guide
+    first = (examples.parent / "README.md").read_text()
+    for name, method in {
+        "DDP": "DDP",
+        "`DecentOptimWrapper(base, model=model)`": "the wrapper",
+        "`DecentralizedDataParallel(model, make_optimizer)`": "the module",
+        "no communication": "no communication",
+    }.items():
+        row = regret.step_times()[4, 0.0, method]
+        cells = (f"{row[ratio]:.0f}" for ratio in (0.25, 1.0, 4.0, 8.0))
+        assert f"| {name} | {' | '.join(cells)} |" in first
 
 
 def test_a_plan_reads_what_was_measured(tmp_path: Path) -> None:
