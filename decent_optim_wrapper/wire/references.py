@@ -59,17 +59,20 @@ class GroupReference:
         # Ranks with different numbers would decode wrong values.
         self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
-        # The buckets with members that start at zero, until the next launch, and then the number of
-        # coded rounds at that launch: it is the same on all ranks then, and only then.
-        self._fresh: set[Bucket] = set()
-        self._begun: dict[Bucket, int] = {}
+        # The members that start at zero, until the next launch, and then the number of coded rounds
+        # at that launch: it is the same on all ranks then, and only then. By member, as buckets may
+        # be replaced meanwhile.
+        self._fresh: set[Tensor] = set()
+        self._begun: dict[Tensor, int] = {}
 
     def is_far(self, bucket: Bucket) -> bool:
         """Whether a part of the reference was zero a few rounds ago; called at each launch."""
-        if bucket in self._fresh:
-            self._fresh.remove(bucket)
-            self._begun[bucket] = self.coded_rounds
-        return self.coded_rounds - self._begun.get(bucket, 0) < _ROUNDS_FROM_ZERO
+        if self._fresh:
+            starting = self._fresh.intersection(bucket.members)
+            self._begun |= dict.fromkeys(starting, self.coded_rounds)
+            self._fresh -= starting
+        begun = max(self._begun.get(each, 0) for each in bucket.members) if self._begun else 0
+        return self.coded_rounds - begun < _ROUNDS_FROM_ZERO
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
@@ -77,7 +80,7 @@ class GroupReference:
             return None
         if bucket not in self._vectors:
             self._vectors[bucket] = bucket.on_device.new(wide(bucket.dtype)).data.zero_()
-            self._fresh.add(bucket)
+            self._fresh.update(bucket.members)
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -95,13 +98,13 @@ class GroupReference:
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
+        known = parts.keys() - self._fresh
         self._vectors, self._fresh = {}, set()
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
                 vector = self.of(bucket)
                 _copy(parts, {} if vector is None else _parts(bucket, vector))
-                if all(member in parts for member in bucket.members):
-                    self._fresh.discard(bucket)
+        self._fresh -= known
 
     def count_round(self) -> None:
         """Count a coded round that has arrived.
