@@ -57,8 +57,9 @@ class CodedExchange(Exchange):
         references = round.references
         self._reference = None if references is None else references.of(bucket)
         self.uses_reference = self._reference is not None
-        if references is not None and self.uses_reference and references.is_far(bucket):
-            self._weight = 0.0 if codec.is_coarse else self._weight
+        is_coarse = self.uses_reference and codec.is_coarse
+        if references is not None and is_coarse and references.is_far(bucket):
+            self._weight = 0.0
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
         self._nbytes = codec.nbytes(self._length)
