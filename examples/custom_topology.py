@@ -12,9 +12,9 @@ import os
 
 import torch
 import torch.distributed as dist
+from mixing import consensus_rate, steady_error
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
-from decent_optim_wrapper.planning import consensus_rate, steady_error
 from decent_optim_wrapper.utils import init_distributed
 
 

@@ -11,13 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
+from mixing import steady_error
 from scripted_ranks import listed
 from torch import Tensor
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
 from decent_optim_wrapper.elastic.membership.recovery import fitting
-from decent_optim_wrapper.planning import steady_error
-from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
+from decent_optim_wrapper.topo import (
+    Base2,
+    Greedy,
+    Hierarchical,
+    RandomMatching,
+    Ring,
+    default_name,
+)
 from decent_optim_wrapper.topo.base import REGISTRY
 
 KINDS = dict(TopologyFactory.registered())
@@ -284,3 +291,9 @@ def test_a_formula_that_contradicts_itself_is_refused(
     kind = type("Derived", (base,), methods)
     with pytest.raises(error, match=words):
         kind(world_size).schedule(1)
+
+
+def test_the_default_follows_from_the_number_of_ranks() -> None:
+    pairs, greedy, exact = (1, 2, 8, 512), (3, 6, 12, 255), (257, 510)
+    for name, sizes in (("one-peer-exp", pairs), ("greedy", greedy), ("base-2", exact)):
+        assert {*map(default_name, sizes)} == {name}

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
-from decent_optim_wrapper.planning import bytes_per_round
 
 SHARDS, STEPS, WIDTH, MIB = 2, 4, 256, 1 << 20
 METHODS = {
@@ -80,7 +79,8 @@ def measured(replicas: int) -> dict[str, float]:
 
 def computed(replicas: int) -> dict[str, float]:
     """The same from the topology."""
-    mean = bytes_per_round(TopologyFactory.create("one-peer-exp", replicas), shard_bytes()).mean
+    pair = TopologyFactory.create("one-peer-exp", replicas).group_of(0, 0)
+    mean = pair.copies_sent * shard_bytes()
     return {
         name: mean * (1 if dtype is None else 0.5) / every
         for name, (dtype, every) in METHODS.items()

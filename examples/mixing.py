@@ -1,5 +1,7 @@
 """How well a topology mixes and how much it sends, in float64 and without a process group.
 
+Copy this file to your script, and import from it. `custom_topology.py` compares two topologies.
+
 With W_1, ..., W_p the mixing matrices of one period and J the matrix of the mean, everything here
 follows from products of the W_t.
 """
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper import Topology
 
 # A round that leaves this share of the distance to the mean has averaged exactly, up to rounding.
 _EXACT = 1e-9

@@ -1,23 +1,21 @@
-"""What topologies do and cost."""
+"""How well topologies mix and what they send, with the functions of an example."""
 
 from __future__ import annotations
 
 import math
+import re
 from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
+from mixing import bytes_per_round, consensus_rate, rounds_to_consensus, steady_error
 from scripted_ranks import listed
 
 from decent_optim_wrapper import Group, TopologyFactory
-from decent_optim_wrapper.planning import (
-    bytes_per_round,
-    consensus_rate,
-    rounds_to_consensus,
-    steady_error,
-)
-from decent_optim_wrapper.topo import RandomMatching, Topology, default_name
+from decent_optim_wrapper.topo import RandomMatching, Topology
 
+GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "topologies.md"
 WEIGHTED = listed(6, [[Group([0, 3], 0.7), Group([1, 2, 4], 0.2)], [Group([0, 1, 5], 0.5), [2, 3]]])
 NAMED = [
     *(("complete", 5), ("one-peer-exp", 8), ("ring", 12), ("greedy", 7), ("greedy", 12)),
@@ -106,7 +104,21 @@ def test_rates_steady_errors_and_bytes_of_known_topologies() -> None:
     assert bytes_per_round(some_idle, 300) == pytest.approx((200, 300))
 
 
-def test_the_default_follows_from_the_number_of_ranks() -> None:
-    pairs, greedy, exact = (1, 2, 8, 512), (3, 6, 12, 255), (257, 510)
-    for name, sizes in (("one-peer-exp", pairs), ("greedy", greedy), ("base-2", exact)):
-        assert {*map(default_name, sizes)} == {name}
+def test_the_tables_of_the_guide_are_what_the_functions_compute() -> None:
+    heading = re.compile(r"^(\d+) ranks(?:, one per node| in nodes of (\d+)):$", re.MULTILINE)
+    _, *tables = heading.split(GUIDE.read_text("utf-8"))
+    assert len(tables) == 9
+    for n, local, text in zip(tables[::3], tables[1::3], tables[2::3], strict=True):
+        rows = re.findall(r"^\| `(\S+)` \| (.*) \|$", text, re.MULTILINE)
+        assert len(rows) >= 6
+        for name, row in rows:
+            topology = TopologyFactory.create(name, int(n), int(local or 1))
+            phases = range(topology.period)
+            sizes = sorted({group.size for phase in phases for group in topology.groups(phase)})
+            rounds = rounds_to_consensus(topology)
+            computed = [
+                *(str(topology.period), ", ".join(map(str, sizes))),
+                *(f"{consensus_rate(topology):.3f}", str(rounds or "never")),
+                *(f"{steady_error(topology):.3f}", f"{bytes_per_round(topology, 1).mean:.2f}"),
+            ]
+            assert computed == row.split(" | "), (name, n)
