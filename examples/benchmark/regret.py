@@ -21,6 +21,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -254,6 +255,13 @@ DRAWN = {
 COLORS = {"the wrapper": "tab:blue", "the module": "tab:orange"}
 
 
+def apart(heights: Sequence[float], factor: float = 1.2) -> list[float]:
+    """Move rising heights apart, so that each is at least `factor` times the one before."""
+    above = accumulate(heights, lambda last, height: max(height, factor * last))
+    below = accumulate(heights[::-1], lambda last, height: min(height, last / factor))
+    return [math.sqrt(high * low) for high, low in zip(above, [*below][::-1], strict=True)]
+
+
 def draw(path: Path) -> None:
     """Draw how many times as fast as DDP a few methods reach DDP's loss, on 4 and 16 ranks."""
     import matplotlib
@@ -267,11 +275,10 @@ def draw(path: Path) -> None:
     for axis, ranks in zip(axes, (4, 16), strict=True):
         found = speeds(Point(ranks, 0.0, "AdamW"))
         rows = {method: sorted(found[method].items()) for method in DRAWN if found.get(method)}
-        height = 0.0
-        # From below, so that no label covers the one before.
-        for method, points in sorted(rows.items(), key=lambda row: row[1][-1][1]):
-            x, y = points[-1]
-            height = max(y, 1.12 * height)
+        rows = dict(sorted(rows.items(), key=lambda row: row[1][-1][1]))
+        heights = apart([points[-1][1] for points in rows.values()])
+        for (method, points), height in zip(rows.items(), heights, strict=True):
+            x = points[-1][0]
             color = COLORS.get(method, "0.2" if method == "DDP" else "0.6")
             axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3)
             axis.text(1.07 * x, height, DRAWN[method], va="center", color=color)
@@ -280,7 +287,7 @@ def draw(path: Path) -> None:
         ticks = [0.5, 1, 2, 4, 8]
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
-        axis.set_xlim(RATIOS[0] * 0.9, RATIOS[-1] * 2.6)
+        axis.set_xlim(RATIOS[0] * 0.9, RATIOS[-1] * 3.2)
         axis.set(title=f"{ranks} ranks, AdamW", xlabel="seconds of an all-reduce / of computing")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("times as fast as DDP to DDP's loss")
