@@ -35,7 +35,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=46 * args.epochs)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    gossip = prepare_for_gossip(accelerator, topology="ring")
+    gossip = prepare_for_gossip(accelerator)
     model, optimizer, scheduler, train, test = accelerator.prepare(
         model,
         optimizer,

@@ -60,7 +60,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.ranks,
-        strategy=GossipStrategy(topology="ring"),
+        strategy=GossipStrategy(),
         max_epochs=args.epochs,
         gradient_clip_val=1.0,
         callbacks=[ModelCheckpoint("runs/lightning", monitor="accuracy", mode="max")],

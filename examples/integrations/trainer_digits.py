@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 uv run --extra examples --extra transformers \
         torchrun --standalone --nproc-per-node 2 examples/integrations/trainer_digits.py
 
-`GossipMixin` and its argument `gossip` are all that differs from a script for DDP. It takes 32 s of
-CPU time, of both ranks together.
+`GossipMixin` is all that differs from a script for DDP. It takes 32 s of CPU time, of both ranks
+together.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=test,
         compute_metrics=accuracy,
-        gossip={"topology": "ring"},
     )
     trainer.train()
     found = trainer.evaluate()
