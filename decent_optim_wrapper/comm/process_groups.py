@@ -115,15 +115,6 @@ def new_communicator(
     return group
 
 
-def gloo_variables(is_one_node: bool) -> dict[str, str]:
-    """The variable with which only this machine reaches gloo, if all ranks are on it.
-
-    Empty if there are other nodes, or if the user has named an interface.
-    """
-    is_told = not is_one_node or os.environ.get("GLOO_SOCKET_IFNAME")
-    return {} if is_told else {"GLOO_SOCKET_IFNAME": "lo"}
-
-
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a gloo group, and wait until all its members are connected.
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from decent_optim_wrapper.comm.process_groups import gloo_variables
+from decent_optim_wrapper.comm import interfaces
 from decent_optim_wrapper.start.membership import HAVE_MET
 from decent_optim_wrapper.warn import warn
 
@@ -52,6 +53,11 @@ class Launch(NamedTuple):
     master_addr: str = ""
     master_port: str = ""
 
+    @property
+    def is_one_node(self) -> bool:
+        """True if all ranks are on one machine."""
+        return self.world_size == self.local_world_size
+
     def variables(self) -> dict[str, str]:
         """The environment variables that torchrun would have set.
 
@@ -69,7 +75,9 @@ class Launch(NamedTuple):
         return found
 
 
-def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:
+def init_distributed(
+    backend: str | None = None, timeout: timedelta | None = None, interface: str | None = None
+) -> DistInfo:
     """Make the default process group under torchrun, Slurm's srun or Open MPI's mpirun; collective.
 
     Variables of torchrun take precedence over Open MPI's, and these over Slurm's.
@@ -90,6 +98,10 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend: None takes nccl if this process sees a CUDA device for every rank of its node, else
             gloo. If every rank sees only its own device, pass ``"nccl"``.
         timeout: timeout of collectives; None takes torch's default.
+        interface: network interface of gloo, NCCL and the store that rank 0 serves, such as "wg0";
+            they listen on its address only. None takes the variable DECENT_INTERFACE. Without one,
+            the first rank of a node warns if it listens on a public address; see "Machines at
+            several sites".
 
     Returns:
         Rank, world size, local rank, device and local world size. With nccl the device is the CUDA
@@ -98,7 +110,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     Raises:
         RuntimeError: a variable is missing; the text names it. Or this process comes back to ranks
             that train with ``elastic``, whose process group it could not enter.
-        ValueError: a variable has a wrong value, or there is no CUDA device for this rank.
+        ValueError: a variable has a wrong value, there is no CUDA device for this rank, or no such
+            interface.
     """
     if dist.is_initialized():
         size = dist.get_world_size()
@@ -110,10 +123,10 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend = backend or _default_backend(launch)
         device = _device(backend, launch)
         os.environ.update(launch.variables())
-        os.environ.update(gloo_variables(launch.world_size == launch.local_world_size))
+        interface = use_interface(launch, interface, serves=launch.rank == 0)
         # Without it, torch takes the GPU of the local rank, also where there is another number.
         gpu = device if device.type == "cuda" else None
-        more = _store_after_a_restart(launch)
+        more = _find_store(launch, interface, timeout or default_pg_timeout)
         dist.init_process_group(backend, timeout=timeout, device_id=gpu, **more)
     rank, world_size, local_rank, local_world_size = launch[1:5]
     return DistInfo(rank, world_size, local_rank, device, local_world_size)
@@ -143,12 +156,42 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
             f"are left from another launcher and start the script again"
         )
     addr, port = launch.master_addr, launch.master_port
-    if launch.launcher == "mpirun" and launch.local_world_size == launch.world_size:
+    if launch.launcher == "mpirun" and launch.is_one_node:
         addr = "127.0.0.1"
     return launch._replace(
         master_addr=environ.get("MASTER_ADDR") or addr,
         master_port=environ.get("MASTER_PORT") or port,
     )
+
+
+def use_interface(launch: Launch, interface: str | None, serves: bool) -> str | None:
+    """Make gloo and NCCL of this process use a network interface.
+
+    Without one, the first rank of each of several nodes warns of public addresses.
+
+    Args:
+        launch: the ranks.
+        interface: its name; None takes the variable.
+        serves: whether a store on this node listens on all addresses.
+
+    Returns:
+        Its name, if there is one.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+    """
+    name = interface or os.environ.get(interfaces.VARIABLE)
+    os.environ.update(interfaces.socket_variables(name, launch.is_one_node))
+    if not name and not launch.is_one_node and not launch.local_rank:
+        gloo = os.environ.get(interfaces.GLOO_VARIABLE)
+        if public := interfaces.public_addresses(gloo, serves):
+            warn(
+                f"rank {launch.rank}: gloo or the store listens on {', '.join(public)}, which the "
+                f"internet may reach, and neither asks who connects or encrypts anything; name the "
+                f"interface of a tunnel in `run --interface`, init_distributed(interface=) or "
+                f"{interfaces.VARIABLE}, or let a firewall close the ports of this machine"
+            )
+    return name
 
 
 def _find_slurm_step(environ: Mapping[str, str]) -> Launch:
@@ -228,8 +271,10 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
-    """Arguments for `init_process_group` if the launcher has restarted this process.
+def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> dict[str, Any]:
+    """Arguments for `init_process_group` if torch itself would not find the right store.
+
+    The store of rank 0 would listen on all addresses.
 
     torchrun keeps one store over its restarts, which still contains the addresses of processes that
     have ended (pytorch#135712). So keys get a prefix for each restart. The agents of several nodes
@@ -239,17 +284,24 @@ def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
         RuntimeError: the other ranks have gone on without it.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = launch.master_addr, int(launch.master_port)
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if interface and not is_launchers:
+        serves = launch.rank == 0
+        store = interfaces.serve(*place, interface) if serves else TCPStore(*place, timeout=timeout)
+        store.set_timeout(timeout)
+        return {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     if restarts == "0":
         return {}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        whole = TCPStore(launch.master_addr, int(launch.master_port), is_master=False)
+    if is_launchers:
+        whole = TCPStore(*place, is_master=False)
         if whole.check([HAVE_MET]):
             raise RuntimeError(
                 f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
                 f"group it cannot enter; leave init_distributed() out of the script, and let "
                 f"Elastic() find the launcher's store"
             )
-    if launch.world_size != launch.local_world_size:
+    if not launch.is_one_node:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(restarts, store), "rank": rank, "world_size": world_size}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from decent_optim_wrapper.comm.process_groups import gloo_variables
+from decent_optim_wrapper.comm.interfaces import address_of, serve, socket_variables
 from decent_optim_wrapper.elastic.launcher.console import Console
 from decent_optim_wrapper.elastic.launcher.nodes import Nodes
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
@@ -95,7 +94,7 @@ def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **gloo_variables(options.nnodes == 1),
+        **socket_variables(options.interface, options.nnodes == 1),
     }
     return Program(options.command, {**shared, **environ})
 
@@ -115,13 +114,14 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
     if (url := options.store) is not None:
         store, run_id = url.open(_CONNECT), f"{url.endpoints}/{url.prefix}"
         return {STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store
-    host, port = options.endpoint or ("127.0.0.1", 0)
+    own = address_of(options.interface) if options.interface else "127.0.0.1"
+    host, port = options.endpoint or (own, 0)
 
     def connect() -> Any:
         return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
     if options.node_rank == 0:
-        served = _serve(host, port)
+        served = serve(host, port, options.interface)
         # A clone has a connection of its own, which may be lost; the store goes on.
         port, connect = served.port, served.clone
     environ = {
@@ -132,17 +132,3 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     return environ, connect
-
-
-def _serve(host: str, port: int) -> TCPStore:
-    """Serve a store; on 127.0.0.1, only this machine can reach it; 0 takes a free port."""
-    is_local = host == "localhost" or host.startswith("127.")
-    dual = not is_local and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    # Others on all addresses: the name of the host may stand for one that is not known here.
-    address = host if is_local else "", port
-    listening = socket.create_server(address, family=family, dualstack_ipv6=dual)
-    # The store's own threads serve, and close the socket.
-    port, descriptor = listening.getsockname()[1], listening.detach()
-    here = host if is_local else "localhost"
-    return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

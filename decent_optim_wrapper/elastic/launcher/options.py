@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.run import determine_local_world_size
 
 from decent_optim_wrapper.checks import take_fields
+from decent_optim_wrapper.comm import interfaces
 from decent_optim_wrapper.elastic.stores.etcd_store import read_endpoint
 from decent_optim_wrapper.elastic.stores.launched_store import EXAMPLE, STORE_VARIABLE, StoreUrl
 
@@ -32,6 +33,7 @@ class LaunchOptions:
         endpoint: host and port at which node 0 serves the store; None takes a free port of this
             machine, for one node.
         store: a store in etcd in place of the store of node 0.
+        interface: the network interface of gloo, NCCL and the store of node 0; None for any.
         max_restarts: how often each rank is started again after it has died.
         spare: whether one more process imports torch, and becomes the next rank that dies.
         backoff: seconds from the first death of a rank to its restart; doubles with every death.
@@ -47,6 +49,7 @@ class LaunchOptions:
     node_rank: int = 0
     endpoint: tuple[str, int] | None = None
     store: StoreUrl | None = None
+    interface: str | None = None
     max_restarts: int = 3
     spare: bool = False
     backoff: float = 1.0
@@ -88,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
     add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
     add("--standalone", dest="store", action="store_const", const=None, help="without etcd")
+    text = f"network interface of all connections, such as wg0; ${interfaces.VARIABLE} by default"
+    add("--interface", default=os.environ.get(interfaces.VARIABLE), metavar="NAME", help=text)
     add("--log-dir", type=Path, help="a folder for the output of each rank")
     text = "start a module, as `python -m` does"
     add("-m", "--module", dest="prefix", action="append_const", const="-m", default=[], help=text)

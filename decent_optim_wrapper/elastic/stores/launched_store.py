@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.stores.etcd_store import EtcdStore, read_endpoint
 from decent_optim_wrapper.errors import PeerError, text_of
-from decent_optim_wrapper.start.launch import find_launch
+from decent_optim_wrapper.start.launch import find_launch, use_interface
 from decent_optim_wrapper.start.membership import StoreWorld
 
 # The environment variable with the URL of a store.
@@ -90,7 +90,7 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
     Raises:
         ModuleNotFoundError: the store is in etcd, whose client is not installed.
         RuntimeError: a variable is missing.
-        ValueError: a variable has a wrong value.
+        ValueError: a variable has a wrong value, or names no interface of this machine.
         PeerError: the store does not answer.
     """
     bound = min(max(timeout or _LONGEST_CONNECT, _SHORTEST_CONNECT), _LONGEST_CONNECT)
@@ -99,6 +99,7 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
         # Rank 0 itself would serve the store.
         return None
     launch = find_launch(environ)
+    use_interface(launch, None, serves=launch.rank == 0 and not text)
     if text:
         url = StoreUrl.parse(text)
         where = f"the store in etcd at {url.endpoints}"

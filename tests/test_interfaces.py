@@ -1,0 +1,164 @@
+"""The interface that ranks use: what listens where, and a warning of public addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import warnings
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+import netlab
+import pytest
+import torch
+import torch.distributed as dist
+from launched import Launched, ours
+from ranks import run_processes
+
+from decent_optim_wrapper.cli import main
+from decent_optim_wrapper.comm.interfaces import address_of, public_addresses, serve
+from decent_optim_wrapper.elastic.stores.launched_store import find_launched_store
+from decent_optim_wrapper.start.launch import find_launch, init_distributed, use_interface
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2"),
+]
+TABLES = ("tcp", "tcp6")
+TUNNEL, PUBLIC = "10.66.0.1", "11.0.0.1"
+# Private, carrier-grade, unique-local, as a second one of an interface, or with a label.
+OTHERS = ("192.168.1.1/32", "100.64.0.1/32", "fd00::1/128", "172.16.0.1/32 label wide:1")
+
+
+def enter_a_site() -> None:
+    """Move this process to a network with a tunnel and an interface with a public address."""
+    assert ctypes.CDLL(None).unshare(0x40000000) == 0
+    commands = ["link set lo up"]
+    for name, addresses in (("wg0", [f"{TUNNEL}/24"]), ("wide", [*OTHERS, f"{PUBLIC}/24"])):
+        commands += [f"link add {name} type veth peer name {name}p", f"link set {name} up"]
+        commands += [f"addr add {address} dev {name}" for address in addresses]
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+# Ready at once, though nobody has looked for another host that has the address.
+SIXTH = "fd00:6::1/64"
+
+
+def listening(tables: str | None = None) -> set[tuple[str, int]]:
+    """The addresses and ports on which processes of this network, or of such tables, listen."""
+    if tables is None:
+        tables = "".join(Path(f"/proc/thread-self/net/{name}").read_text() for name in TABLES)
+    found = set()
+    for line in tables.splitlines():
+        _, local, _, state, *_ = line.split()
+        digits, _, port = local.partition(":")
+        if state == "0A":
+            # Words in the byte order of the machine.
+            words = [digits[at : at + 8] for at in range(0, len(digits), 8)]
+            packed = b"".join(bytes.fromhex(word)[::-1] for word in words)
+            found.add((str(ip_address(packed)), int(port, 16)))
+    return found
+
+
+def launch_on_a_site(command: Sequence[str]) -> int:
+    enter_a_site()
+    return ours(command)
+
+
+# The ranks do without torch.
+SCRIPT = """
+tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+tell("seen", json.dumps([tables, dict(os.environ)]))
+"""
+
+
+@pytest.mark.parametrize("interface", ["wg0", None])
+def test_the_launchers_store_listens_on_the_interface_only(
+    interface: str | None, tmp_path: Path
+) -> None:
+    options = ["--nnodes", "2", "--node-rank", "0", "--endpoint", f"{TUNNEL}:29500"]
+    options += ["--interface", interface] if interface else []
+    with Launched(tmp_path, SCRIPT, *options, launcher=launch_on_a_site) as launcher:
+        tables, environ = json.loads(launcher.told("seen"))
+    assert listening(tables) == {(TUNNEL if interface else "::", 29500)}
+    assert environ.get("GLOO_SOCKET_IFNAME") == environ.get("DECENT_INTERFACE") == interface
+    assert environ.get("NCCL_SOCKET_IFNAME") == (interface and f"={interface}")
+
+
+def average_on_an_interface(rank: int, host: str) -> tuple[set[str], float]:
+    netlab.enter(host)
+    # As under srun, rank 0 serves the store.
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ.update(MASTER_ADDR=netlab.address(0), MASTER_PORT="29500")
+    # As an argument, or as a variable.
+    os.environ.update({"DECENT_INTERFACE": "eth0"} if rank else {})
+    init_distributed("gloo", interface=None if rank else "eth0")
+    total = torch.tensor(float(rank + 1))
+    dist.all_reduce(total)
+    found = {address for address, _ in listening()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found, total.item()
+
+
+def test_the_store_of_rank_0_and_gloo_listen_on_the_interface_only() -> None:
+    with netlab.lab(1, "400mbit") as where:
+        for found, total in run_processes(2, average_on_an_interface, where.hosts[0]):
+            assert found == {netlab.address(0)}
+            assert total == 3.0
+
+
+def look_at_a_site(rank: int) -> list[str]:
+    enter_a_site()
+    assert address_of("wg0") == TUNNEL
+    assert public_addresses("wg0", serves=True) == [PUBLIC]
+    assert public_addresses("lo,wide", serves=False) == [PUBLIC]
+    assert public_addresses("lo,wg0", serves=False) == []
+    # Its peer has no address.
+    with pytest.raises(ValueError, match="wg0p has none"):
+        address_of("wg0p")
+    # Without an address of IPv4, and with one of a link, which comes first.
+    subprocess.run(["ip", "addr", "add", SIXTH, "dev", "wg0p", "nodad"], check=True)
+    six, served = serve("ignored", 0, "wg0p"), serve("ignored", 0, "wg0")
+    assert (six.host, served.host) == ("fd00:6::1", TUNNEL)
+    assert listening() == {(each.host, each.port) for each in (six, served)}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for place, interface in (("0401", ""), ("0402", "wg0"), ("0404", ""), ("1412", "")):
+            launch = find_launch(dict(zip(names, place, strict=True)))
+            os.environ.update(GLOO_SOCKET_IFNAME="wide", DECENT_INTERFACE="")
+            assert (use_interface(launch, interface, serves=True) or "") == interface
+            assert os.environ["GLOO_SOCKET_IFNAME"] == (interface or "wide")
+    # As under torchrun, without `init_distributed`.
+    os.environ.update(GLOO_SOCKET_IFNAME="", DECENT_INTERFACE="wg0")
+    variables = dict(zip(names, "0402", strict=True))
+    variables |= {"MASTER_ADDR": TUNNEL, "MASTER_PORT": str(served.port)}
+    assert find_launched_store({**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "wg0"
+    return [str(each.message) for each in shown]
+
+
+def test_one_rank_of_several_nodes_warns_of_a_public_address() -> None:
+    ((text,),) = run_processes(1, look_at_a_site)
+    assert text.startswith(f"rank 0: gloo or the store listens on {PUBLIC}, which the internet")
+    assert TUNNEL not in text
+
+
+def test_an_interface_that_is_not_there_is_an_error_that_names_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(5)")
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--interface", "wg7", str(tmp_path / "train.py")])
+    assert "of this machine (lo, " in (printed := capsys.readouterr().err)
+    assert printed.rstrip().endswith("got 'wg7'")
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **place})
+    with pytest.raises(ValueError, match="got 'wg7'"):
+        init_distributed("gloo", interface="wg7")
