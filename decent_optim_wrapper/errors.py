@@ -50,6 +50,6 @@ class NonFiniteError(RuntimeError):
         ranks: the ranks that have these parameters.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)

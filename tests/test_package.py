@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+
+from decent_optim_wrapper import CallOrderError, NonFiniteError, PeerError
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,6 +54,17 @@ def documented() -> Iterator[tuple[str, str]]:
                 module = name
             else:
                 yield module, name
+
+
+def test_errors_survive_pickling_as_between_processes() -> None:
+    for error in (
+        PeerError("lost", rank=2, round=5, bucket=1),
+        NonFiniteError("NaN", [1, 3]),
+        CallOrderError("order"),
+    ):
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is type(error)
+        assert (str(copied), vars(copied)) == (str(error), vars(error))
 
 
 def test_every_public_name_is_once_in_the_reference() -> None:
