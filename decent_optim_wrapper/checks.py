@@ -47,11 +47,15 @@ def check_options(options: Iterable[str], *constructors: Callable[..., object]) 
     """Check that one of these constructors knows each option.
 
     Raises:
-        TypeError: none knows one; the text has the most similar one.
+        TypeError: none knows one; the text has the argument of whose record it is a field, or the
+            most similar one.
     """
-    known = [name for each in constructors for name in inspect.signature(each).parameters]
+    signatures = [inspect.signature(each).parameters for each in constructors]
+    known = {name: each.default for found in signatures for name, each in found.items()}
     for name in set(options).difference(known):
-        raise TypeError(f"got an unknown option {name!r}{did_you_mean(name, known)}")
+        records = [each for each in known.items() if name in checks_of(each[1].__class__)]
+        inside = "".join(f" (pass {at}={type(of).__name__}({name}=...))" for at, of in records)
+        raise TypeError(f"got an unknown option {name!r}{inside or did_you_mean(name, known)}")
 
 
 def take_fields(kind: Callable[..., Record], options: Mapping[str, Any]) -> Record:

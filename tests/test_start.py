@@ -349,6 +349,12 @@ def test_a_misspelt_option_is_an_error_that_names_the_option() -> None:
             DecentOptimWrapper(base, **options)
         with pytest.raises(TypeError, match=expected):
             DecentralizedDataParallel(model, modules.sgd, **options)
+    expected = r"'gossip_every' \(pass schedule=Schedule\(gossip_every=...\)\)"
+    misplaced: dict[str, Any] = {"gossip_every": 4}
+    with pytest.raises(TypeError, match=expected):
+        DecentOptimWrapper(base, **misplaced)
+    with pytest.raises(TypeError, match=expected):
+        DecentralizedDataParallel(model, modules.sgd, **misplaced)
     with pytest.raises(TypeError, match="did you mean 'update_in_backward'"):
         DecentralizedDataParallel(model, modules.sgd, update_in_backwards=True)
 
