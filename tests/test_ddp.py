@@ -255,6 +255,13 @@ def norms() -> DecentralizedDataParallel:
     return wrap(model, None, bucket_size_in_mb=24 / 2**20)
 
 
+def test_the_bound_of_a_bucket_may_be_given_by_the_name_of_the_wrapper() -> None:
+    def buckets(**options: float) -> int:
+        return len(wrap(make_model(), None, **options).optimizer.buckets)
+
+    assert buckets(bucket_cap_mb=1e-5) == buckets(bucket_size_in_mb=1e-5) > buckets() > 1
+
+
 def test_the_parts_of_the_model_are_found_by_their_own_names_and_have_its_mode() -> None:
     model: Any = norms()
     assert [*model.named_parameters()] == [*model.module.named_parameters()]

@@ -87,7 +87,8 @@ class DecentralizedDataParallel(Module):
             before the next forward pass reads it; True right before its next update, one step
             later: ``x <- W_t x - u(x)``; False at the end of the backward pass, which waits. None
             is "forward", unless the model is in TorchScript or an extension is collective.
-        options: further arguments of `DecentOptimWrapper`, by name.
+        options: further arguments of `DecentOptimWrapper`, by name; its `bucket_cap_mb` comes
+            before `bucket_size_in_mb`.
 
     Attributes:
         module: the model.
@@ -140,7 +141,7 @@ class DecentralizedDataParallel(Module):
             base,
             model=model,
             topology=topology,
-            bucket_cap_mb=bucket_size_in_mb,
+            bucket_cap_mb=options.pop("bucket_cap_mb", bucket_size_in_mb),
             overlap=overlap,
             param_as_bucket_view=param_as_bucket_view,
             _extras=ModuleExtras(
