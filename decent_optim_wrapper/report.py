@@ -23,7 +23,7 @@ from torch import Tensor
 from decent_optim_wrapper.gossip.rounds import Rounds
 
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
-# step for which both ends wait for a slow link.
+# step for which it computes longer, or for which both ends wait for a slow link.
 _SLOWER, _WAITS = 1.2, 0.1
 # The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
@@ -81,7 +81,8 @@ class Report:
 
     Args:
         ranks: the cost on each rank.
-        slow_rank: the rank that computes longest; None unless that is much longer than the others.
+        slow_rank: the rank that computes longest; None unless that is much longer than the others,
+            by a large part of a step.
         slow_link: the link for which both ends wait longest; None unless that is a large part of a
             step, and explained by the bytes.
         advice: what to change, one sentence or more for each finding.
@@ -123,7 +124,7 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
         wait, other = max(zip(of_rank, members, strict=True))
         ranks.append(RankReport(rank=rank, waits_for=other if wait > 0 else None, **costs))
     step = median(each.step_seconds for each in ranks)
-    slow_rank, factor = _slow_rank(ranks)
+    slow_rank, factor = _slow_rank(ranks, step)
     if slow_rank is not None:
         advice.append(
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. Look "
@@ -142,18 +143,16 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
         for_bytes = sends_much and least.diagonal().median().item() > _WAITS * step
         why = _SEND_LESS if for_bytes else _NOT_FOR_BYTES
         advice.append(f"no rank is slow, but all wait {share:.0%} of a step: {why}")
-    advice = advice or ["no rank and no link is slow"]
-    return Report(
-        ranks=tuple(ranks), slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice)
-    )
+    found = tuple(advice) or ("no rank and no link is slow",)
+    return Report(ranks=tuple(ranks), slow_rank=slow_rank, slow_link=slow_link, advice=found)
 
 
-def _slow_rank(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
+def _slow_rank(ranks: Sequence[RankReport], step: float) -> tuple[int | None, float]:
     """The rank that computes much longer than the others, and how many times as long."""
     slowest = max(ranks, key=lambda each: each.computing_seconds)
-    others = [each.computing_seconds for each in ranks if each is not slowest]
-    factor = slowest.computing_seconds / max(median(others or [math.inf]), 1e-9)
-    return slowest.rank if factor > _SLOWER else None, factor
+    usual = median([each.computing_seconds for each in ranks if each is not slowest] or [math.inf])
+    is_slow = slowest.computing_seconds > max(_SLOWER * usual, usual + _WAITS * step)
+    return slowest.rank if is_slow else None, slowest.computing_seconds / max(usual, 1e-9)
 
 
 def _slow_link(waits: Tensor, members: Sequence[int], step: float) -> Link | None:
