@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    job = args.parameters, args.ranks, args.bandwidth, args.step, args.optimizer, args.varying
-    return plan(Job(*job))
+    return plan(Job(**{name: getattr(args, name) for name in Job._fields}))
 
 
 def _comm(args: argparse.Namespace) -> str | None:

@@ -38,7 +38,7 @@ class Job(NamedTuple):
         parameters: number of float32 parameters.
         ranks: number of ranks.
         bandwidth: bytes per second that a rank sends, and receives at the same time.
-        compute: seconds of the forward and backward pass and the update of a step.
+        step: seconds of the forward and backward pass and the update of a step.
         optimizer: "AdamW", "Muon" or "SGD".
         varying: whether the ranks' times vary from step to step.
     """
@@ -46,7 +46,7 @@ class Job(NamedTuple):
     parameters: float
     ranks: int
     bandwidth: float
-    compute: float
+    step: float
     optimizer: str = "AdamW"
     varying: bool = False
 
@@ -54,7 +54,7 @@ class Job(NamedTuple):
     def ratio(self) -> float:
         """The time of an all-reduce over the time of computing."""
         nbytes = Group(range(self.ranks)).copies_sent * 4 * self.parameters * _HEADERS
-        return nbytes / self.bandwidth / self.compute
+        return nbytes / self.bandwidth / self.step
 
 
 class Measured(NamedTuple):
@@ -147,7 +147,7 @@ def plan(job: Job) -> str:
     methods = [
         {
             "settings": row.settings,
-            "s/step": job.compute * row.step(ratio),
+            "s/step": job.step * row.step(ratio),
             "steps": row.steps,
             "speed-up to DDP's loss": ddp.loss_time(ratio) / row.loss_time(ratio),
         }
