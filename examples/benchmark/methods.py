@@ -15,7 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import AsItArrives, DecentOptimWrapper
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Late, Schedule
 from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.topo import Hierarchical
@@ -129,8 +129,11 @@ def fours(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
     return module(model, recipe, topology=groups, local_world_size=4, **options)
 
 
+ALL_RANKS: dict[str, Any] = {"topology": "complete"}
 IN_PAIRS: dict[str, Any] = {"topology": "one-peer-exp"}
-FLOAT32, INT8 = {"comm_dtype": torch.float32}, {"comm_dtype": torch.int8}
+FLOAT32, INT8, INT4, TOP_K = (
+    {"comm_dtype": each} for each in (torch.float32, torch.int8, torch.int4, TopKCodec())
+)
 METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
     "DDP": ddp,
@@ -157,5 +160,22 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the module, pairs, int8": partial(module, **IN_PAIRS, **INT8),
     "the module, pairs, int4": partial(module, **IN_PAIRS),
     "the module, fours, int4": fours,
-    "the module, top-k": partial(module, comm_dtype=TopKCodec()),
+    "the module, top-k": partial(module, **TOP_K),
+    "the module, pairs, top-k": partial(module, **IN_PAIRS, **TOP_K),
+    "the module, pairs, top-k 4": partial(module, **IN_PAIRS, comm_dtype=TopKCodec(4)),
+    "the module, pairs, every 2 steps, top-k": partial(
+        module, schedule=Schedule(gossip_every=2), **IN_PAIRS, **TOP_K
+    ),
+}
+METHODS |= {
+    f"the wrapper, {where}{k} steps late, {code}": partial(
+        wrapper, schedule=Schedule(gossip_every=k), overlap=Late(k), **topology, **dtype
+    )
+    for where, topology in (("", ALL_RANKS), ("pairs, ", IN_PAIRS))
+    for code, dtype in (("int4", INT4), ("top-k", TOP_K))
+    for k in (2, 4, 8, 16)
+}
+METHODS |= {
+    f"the wrapper, as it arrives, {code}": partial(wrapper, overlap=AsItArrives(), **dtype)
+    for code, dtype in (("int4", INT4), ("top-k", TOP_K))
 }

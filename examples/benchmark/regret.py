@@ -11,6 +11,10 @@ plan` reads.
 Where a row was not trained for other numbers of steps, the steps follow from its loss: DDP's own
 loss falls so much in 1.1 times as many steps; a row whose loss is DDP's or better takes as many
 steps as DDP. 16 ranks have the step times of 8.
+
+Where no step was measured, as at ratios above 8, its time is computed: computing, the method's own
+work as it was measured, and what its rounds take longer to send than the computing under which they
+travel (`traffic.py`).
 """
 
 from __future__ import annotations
@@ -38,17 +42,21 @@ from time_to_loss import (
     rate,
     steps_needed,
 )
+from traffic import Traffic, traffic
 
 from decent_optim_wrapper.planning import plan
 
-# Steps between two all-reduces of what is not measured there, and the time of computing.
-PERIODS, COMPUTING_MS = {"PostLocalSGD 8": 8, "DiLoCo 8": 8, "DiLoCo 30": 30}, 300
+# The time of computing.
+COMPUTING_MS = 300
 TIMES = Path(__file__).with_name("step_time.csv")
 RATIOS = 0.25, 0.5, 1.0, 2.0, 4.0, 8.0
+FAR_RATIOS = 8.0, 16.0, 32.0, 64.0, 128.0
+ALL_RATIOS = *RATIOS, *FAR_RATIOS[1:]
 WRAPPER, MODULE = "DecentOptimWrapper(base, model=model{})", "DecentralizedDataParallel(...{})"
 ALL, PAIRS = ', topology="complete"', ', topology="one-peer-exp"'
 FOURS = ", topology=Hierarchical(n, 4, inner='complete')"
 FLOAT32, INT8, INT4 = (f", comm_dtype=torch.{name}" for name in ("float32", "int8", "int4"))
+TOP_K = ", comm_dtype=TopKCodec()"
 # Has the noise of all ranks unless it is told another number.
 OWN_ADAMW = "decent_optim_wrapper.optim.AdamW"
 # By the name of a method of `methods.py`: how it is written, and the row that trains like it.
@@ -80,8 +88,44 @@ SETTINGS = {
     "the module, pairs, int8": (MODULE.format(PAIRS + INT8), "ours, int8"),
     "the module, pairs, float32": (MODULE.format(PAIRS + FLOAT32), "ours"),
     "the module, fours, int4": (MODULE.format(FOURS + INT4), "ours, groups of 4, int4"),
-    "the module, top-k": (MODULE.format(ALL + ", comm_dtype=TopKCodec()"), "ours, complete, top-k"),
+    "the module, top-k": (MODULE.format(ALL + TOP_K), "ours, complete, top-k"),
 }
+# Those of the tables up to a ratio of 8.
+NEAR = (*SETTINGS,)
+FAR_PEERS = {
+    "DiLoCo 30, int8": "DiLoCo, every 30 steps, int8",
+    "Streaming DiLoCo 30, int4": "Streaming DiLoCo, every 30 steps, int4",
+    "DiLoCo 100": "DiLoCo, every 100 steps",
+    "DiLoCo 100, int8": "DiLoCo, every 100 steps, int8",
+    "SparseLoCo 8": "SparseLoCo, every 8 steps",
+    "SparseLoCo 30": "SparseLoCo, every 30 steps",
+}
+SETTINGS |= {name: (text, name) for name, text in FAR_PEERS.items()}
+SETTINGS |= {
+    f"the module, pairs, top-k{k}": (
+        MODULE.format(PAIRS + f", comm_dtype=TopKCodec({k[1:]})"),
+        f"ours, top-k{k}",
+    )
+    for k in ("", " 4")
+}
+SETTINGS["the module, pairs, every 2 steps, top-k"] = (
+    MODULE.format(", schedule=Schedule(gossip_every=2)" + PAIRS + TOP_K),
+    "ours, every 2 steps, top-k",
+)
+SETTINGS |= {
+    f"the wrapper, {where}{k} steps late, {code}": (
+        WRAPPER.format(f", schedule=Schedule(gossip_every={k}), overlap=Late({k})" + options),
+        f"ours, {row}{k} steps late, {code}",
+    )
+    for where, row, topology in (("", "complete, ", ALL), ("pairs, ", "", PAIRS))
+    for code, options in (("int4", topology + INT4), ("top-k", topology + TOP_K))
+    for k in (2, 4, 8, 16)
+}
+OFFERED = [name for name, (text, _) in SETTINGS.items() if text.startswith(("DDP", "Dec"))]
+# Whose work in a round counts for those that were not measured themselves.
+LIKE = dict.fromkeys(("PostLocalSGD 8", "DiLoCo 8", "DiLoCo 30", *FAR_PEERS), "no communication")
+for setting in [*SETTINGS][len(NEAR) + len(FAR_PEERS) :]:
+    LIKE[setting] = "the module, top-k" if "top-k" in setting else "the wrapper, delayed"
 # The worst regret of the defaults; 1.15 was the goal.
 MOST_REGRET = {"the wrapper": 1.88, "the module": 1.32}
 
@@ -116,26 +160,29 @@ def results() -> Results:
 def from_loss(row: Row, found: Best, wanted: Best) -> float:
     """The steps to DDP's loss from the loss after as many steps as DDP."""
     ddp = Row("DDP", optimizer=row.optimizer.split(",")[0])
-    longer = results().known(ddp, wanted.variant, wanted.exponent, SEEDS, 1.1)
+    short, longer = (
+        results().known(ddp, wanted.variant, wanted.exponent, SEEDS, length)
+        for length in (1.0, 1.1)
+    )
     gap = math.log(statistics.mean(found.losses) / statistics.mean(wanted.losses))
-    if gap <= 0 or not longer:
+    if gap <= 0 or not short or not longer:
         return 1.0 if gap <= 0 else math.nan
-    fall = math.log(statistics.mean(wanted.losses) / statistics.mean(longer))
+    fall = math.log(statistics.mean(short) / statistics.mean(longer))
     return float(1.1 ** (gap / fall))
 
 
 @cache
-def known(name: str, ranks: int, optimizer: str) -> Known | None:
+def known(name: str, ranks: int, optimizer: str, seeds: Sequence[int] = SEEDS) -> Known | None:
     """The steps of a method with the base that needs the fewest."""
     rows = []
     for base in OPTIMIZERS:
         row = Row(name, 4 if name == "DDP" else ranks, base)
         if base.split(",")[0] != optimizer or name not in TRAINED or "first moment" in base:
             continue
-        found, wanted = best(results(), row, SEEDS), goal(results(), row, SEEDS)
+        found, wanted = best(results(), row, seeds), goal(results(), row, seeds)
         if found is None or wanted is None:
             continue
-        steps = steps_needed(results(), row, SEEDS)
+        steps = steps_needed(results(), row, seeds)
         relative = rate(found.exponent) / rate(wanted.exponent)
         estimate = from_loss(row, found, wanted) if steps is None else steps
         if not math.isnan(estimate):
@@ -145,28 +192,45 @@ def known(name: str, ranks: int, optimizer: str) -> Known | None:
 
 @cache
 def step_times() -> dict[tuple[int, float, str], dict[float, float]]:
-    """Milliseconds by ratio, of ranks, variation and method."""
+    """The measured milliseconds by ratio, of ranks, variation and method."""
     found: dict[tuple[int, float, str], dict[float, float]] = {}
     with TIMES.open(newline="") as file:
         for ranks, varying, ratio, method, ms in csv.reader(file):
             found.setdefault((int(ranks), float(varying), method), {})[float(ratio)] = float(ms)
-    for (ranks, varying, method), row in [*found.items()]:
-        if method == "no communication":
-            for other, period in PERIODS.items():
-                # They wait for an all-reduce after every so many steps.
-                waits = {r: ms + r * COMPUTING_MS / period for r, ms in row.items()}
-                found.setdefault((ranks, varying, other), waits)
     return found
 
 
-def row_of(point: Point, method: str) -> dict[float, float]:
-    """Milliseconds of a step by ratio; empty if not measured."""
-    return step_times().get((min(point.ranks, 8), point.varying, method), {})
+@cache
+def traffic_of(setting: str, ranks: int) -> Traffic:
+    """What a setting sends."""
+    name = SETTINGS[setting][1]
+    method, *_ = TRAINED[name].values()
+    return traffic(setting, name, method, ranks)
 
 
-def times(point: Point, method: str) -> dict[float, float]:
+def row_of(point: Point, setting: str) -> dict[float, float]:
+    """Milliseconds of a step by ratio, measured or computed; empty if not known."""
+    ranks = min(point.ranks, 8)
+    measured = {
+        m: row for (*where, m), row in step_times().items() if where == [ranks, point.varying]
+    }
+    row, idle = measured.get(setting, {}), measured["no communication"]
+    source = setting if row else LIKE.get(setting, setting)
+    like = measured.get(source, {})
+    if not like:
+        return {}
+    last, of, work = max(like), traffic_of(setting, ranks), 0.0
+    if like is not idle:
+        own = traffic_of(source, ranks)
+        work = like[last] - idle[min(last, max(idle))] - COMPUTING_MS * own.waits(last)
+        work *= own.every / of.every
+    rest = {r: idle.get(r, idle[max(idle)]) + work for r in {*like, *FAR_RATIOS[1:]} - {*row}}
+    return row | {r: ms + COMPUTING_MS * of.waits(r) for r, ms in rest.items()}
+
+
+def times(point: Point, method: str, seeds: Sequence[int] = SEEDS) -> dict[float, float]:
     """The time to DDP's loss by ratio, in milliseconds for each step of DDP; empty if not known."""
-    of = known(SETTINGS[method][1], point.ranks, point.optimizer)
+    of = known(SETTINGS[method][1], point.ranks, point.optimizer, seeds)
     row = row_of(point, method)
     if of is None:
         return {}
@@ -179,9 +243,9 @@ def points() -> Iterator[Point]:
             yield Point(ranks, varying, optimizer)
 
 
-def regrets(point: Point) -> dict[str, dict[float, float]]:
-    """By method and ratio, the time over the best time."""
-    rows = {method: found for method in SETTINGS if (found := times(point, method))}
+def regrets(point: Point, settings: Iterable[str] = (*SETTINGS,)) -> dict[str, dict[float, float]]:
+    """By method and ratio, the time over the best time of these settings."""
+    rows = {method: found for method in settings if (found := times(point, method))}
     known = {r for row in rows.values() for r in row}
     least = {r: min(row[r] for row in rows.values() if r in row) for r in known}
     return {m: {r: ms / least[r] for r, ms in row.items()} for m, row in rows.items()}
@@ -198,8 +262,13 @@ def regret_table() -> str:
     grid = {point: regrets(point) for point in points()}
     names = (f"{p.ranks}, {p.optimizer}{', varying' if p.varying else ''}" for p in grid)
     rows = []
-    for method in SETTINGS:
-        worst = {p: max(rows[method].values()) for p, rows in grid.items() if method in rows}
+    for method in NEAR:
+        near = {
+            p: [rows[method].get(r, 0.0) for r in RATIOS]
+            for p, rows in grid.items()
+            if method in rows
+        }
+        worst = {p: max(each) for p, each in near.items()}
         cells = [f"{worst[point]:.2f}" if point in worst else "-" for point in grid]
         if worst:
             rows.append([method, *cells, f"{max(worst.values()):.2f}"])
@@ -208,26 +277,44 @@ def regret_table() -> str:
 
 def step_table(ranks: int, varying: float) -> str:
     """Milliseconds of a step, by method and ratio."""
-    rows = []
-    for (size, sigma, method), row in step_times().items():
-        if (size, sigma) == (ranks, varying) and method not in ("DiLoCo 8", "DiLoCo 30"):
-            rows.append([method, *(f"{row[r]:.0f}" if r in row else "-" for r in RATIOS)])
+    found = {m: row for (*where, m), row in step_times().items() if where == [ranks, varying]}
+    found["PostLocalSGD 8"] = row_of(Point(ranks, varying, "AdamW"), "PostLocalSGD 8")
+    rows = [
+        [method, *(f"{row[r]:.0f}" if r in row else "-" for r in RATIOS)]
+        for method, row in found.items()
+    ]
     return page(["ms per step", *(f"{ratio:g}" for ratio in RATIOS)], rows)
 
 
 def speed_table(point: Point) -> str:
     """DDP's time to its loss over the time of each method, by ratio."""
     rows = []
-    for method, row in speeds(point).items():
+    for method, row in speeds(point, NEAR).items():
         rows.append([method, *(f"{row[r]:.2f}" if r in row else "-" for r in RATIOS)])
     return page(["all-reduce / computing", *(f"{ratio:g}" for ratio in RATIOS)], rows)
 
 
-def speeds(point: Point) -> dict[str, dict[float, float]]:
+def speeds(point: Point, settings: Iterable[str]) -> dict[str, dict[float, float]]:
     """By method and ratio, how many times as fast as DDP it reaches DDP's loss."""
     ddp = times(point, "DDP")
-    rows = {method: times(point, method) for method in SETTINGS}
+    rows = {method: times(point, method) for method in settings}
     return {m: {r: ddp[r] / row[r] for r in row if r in ddp} for m, row in rows.items() if row}
+
+
+def far_table(optimizer: str) -> str:
+    """The same on 4 ranks up to a ratio of 128, after the steps to DDP's loss."""
+    point, rows = Point(4, 0.0, optimizer), []
+    ddp = times(point, "DDP")
+    for method, (_, name) in SETTINGS.items():
+        if "float32" in method or method == "decent-dp":
+            continue  # as slow as DDP
+        seeds = next((each for each in (SEEDS, SEEDS[:1]) if known(name, 4, optimizer, each)), ())
+        of = known(name, 4, optimizer, seeds) if seeds else None
+        row = times(point, method, seeds) if of else {}
+        if of and row:
+            cells = [f"{ddp[r] / row[r]:.1f}" for r in FAR_RATIOS]
+            rows.append([method, str(len(seeds)), f"{of.steps:.2f}", *cells])
+    return page(["all-reduce / computing", "seeds", "steps", *map(str, map(int, FAR_RATIOS))], rows)
 
 
 def tables() -> dict[str, str]:
@@ -239,6 +326,8 @@ def tables() -> dict[str, str]:
         "times as fast to DDP's loss, AdamW": speed_table(Point(4, 0.0, "AdamW")),
         "times as fast to DDP's loss, AdamW, 16 ranks": speed_table(Point(16, 0.0, "AdamW")),
         "times as fast to DDP's loss, Muon": speed_table(Point(4, 0.0, "Muon")),
+        "times as fast at larger ratios, AdamW": far_table("AdamW"),
+        "times as fast at larger ratios, Muon": far_table("Muon"),
         "regret": regret_table(),
     }
 
@@ -273,8 +362,8 @@ def draw(path: Path) -> None:
         1, 2, figsize=(11, 4.2), sharex=True, sharey=True, layout="constrained"
     )
     for axis, ranks in zip(axes, (4, 16), strict=True):
-        found = speeds(Point(ranks, 0.0, "AdamW"))
-        rows = {method: sorted(found[method].items()) for method in DRAWN if found.get(method)}
+        found = speeds(Point(ranks, 0.0, "AdamW"), DRAWN)
+        rows = {m: [(r, row[r]) for r in RATIOS if r in row] for m, row in found.items()}
         rows = dict(sorted(rows.items(), key=lambda row: row[1][-1][1]))
         heights = apart([points[-1][1] for points in rows.values()])
         for (method, points), height in zip(rows.items(), heights, strict=True):
@@ -297,7 +386,7 @@ def draw(path: Path) -> None:
 
 def write(path: Path) -> None:
     """Write what a plan reads: a row for each setting and point of the grid."""
-    head = ["settings", "ranks", "varying", "optimizer", "base", "rate", "steps", *RATIOS]
+    head = ["settings", "ranks", "varying", "optimizer", "base", "rate", "steps", *ALL_RATIOS]
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
@@ -306,7 +395,7 @@ def write(path: Path) -> None:
                 of = known(name, point.ranks, point.optimizer)
                 row = row_of(point, method)
                 if of is not None and row:
-                    cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in RATIOS]
+                    cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in ALL_RATIOS]
                     where = point.ranks, int(bool(point.varying)), point.optimizer
                     base, _, noise = of.base.partition(", noise")
                     if noise:

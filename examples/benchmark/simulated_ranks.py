@@ -48,6 +48,8 @@ class Method(NamedTuple):
             the replicas before the round, and y' those before the last one.
         moments: steps between two rounds of Adam's moments, by name in its state (DES-LOC, Iacob
             et al., 2025).
+        feedback: how much of what a coded pseudo-gradient has lost is added to the next one
+            (SparseLoCo, Sarfi et al., 2025); None for nothing.
     """
 
     topology: str | Callable[[int], Topology] | None = "one-peer-exp"
@@ -59,6 +61,7 @@ class Method(NamedTuple):
     streams: int | None = None
     momentum: float = 0.0
     moments: tuple[tuple[str, int], ...] = ()
+    feedback: float | None = None
 
     def replicas(self, ranks: int) -> int:
         """How many replicas differ: in DDP all are the same, and are one with the whole batch."""
@@ -88,6 +91,7 @@ class Rounds:
         self._launched = self._steps = self._arrival = 0
         self._anchor = x.detach().clone()
         self._before = self._anchor.clone()
+        self._unsent = torch.zeros_like(self._anchor)
         self._outer = method.outer([self._anchor]) if method.outer else None
         self._hook = method.hook(gpt) if method.hook else None
 
@@ -139,8 +143,7 @@ class Rounds:
                 self._before.copy_(self._x)
             return change
         if self._method.outer is not None:
-            # Pseudo-gradients are coded without a memory of what was lost.
-            decoded = round_trip(self._method.codec, self._x, self._anchor)
+            decoded = self._pseudo_gradients()
             mean = (matrix @ self._by_training(decoded)).view_as(decoded)
             return self._anchor + mean - self._x
         if phase not in self._references:
@@ -151,10 +154,20 @@ class Rounds:
         owned = self._owned(self._launched - 1)
         if owned.any():
             # The owner of a part sends its mean with the codec, too, and keeps the error.
-            error, mean = mean, round_trip(self._method.codec, mean, torch.zeros_like(mean))
+            codec = self._method.codec.of_means(int(owned.max()))
+            error, mean = mean, round_trip(codec, mean, torch.zeros_like(mean))
             decoded -= (self._by_training(error - mean) * owned).view_as(decoded)
         reference.add_(mean)
         return mean - decoded
+
+    def _pseudo_gradients(self) -> Tensor:
+        """What is decoded of the changes since the last outer step, and of what was not sent."""
+        wanted = self._x - self._anchor
+        if self._method.feedback is not None:
+            wanted += self._method.feedback * self._unsent
+        decoded = round_trip(self._method.codec, wanted, torch.zeros_like(wanted))
+        self._unsent = wanted - decoded
+        return decoded
 
     def _owned(self, number: int) -> Tensor:
         """Where a rank owns a part of its group's vector in a round, the size; of larger groups."""

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from simulated_ranks import OPTIMIZERS, Method, train
@@ -32,20 +32,18 @@ from stacked_gpt import SIZES, SMALL, StackedGPT
 from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Codec, Int4Codec, Int8Codec, TopKCodec
+from decent_optim_wrapper.codecs import Int4Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
-INT8, INT4, TOP_K = Int8Codec(), Int4Codec(), TopKCodec()
+INT8, INT4, TOP_K, TOP_K_4 = Int8Codec(), Int4Codec(), TopKCodec(), TopKCodec(4)
 # 16 ranks average exactly after two rounds.
 FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
 
 
-def diloco(
-    every: int, lr: float, momentum: float, codec: Codec | None = None, streams: int | None = None
-) -> Method:
-    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=True)
-    return Method("complete", every=every, outer=outer, codec=codec, streams=streams)
+def diloco(every: int, lr: float, momentum: float, **options: Any) -> Method:
+    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return Method("complete", every=every, outer=outer, **options)
 
 
 def slow_momentum(lr: float, momentum: float) -> Method:
@@ -72,6 +70,8 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, int8": Method(codec=INT8),
         "ours, int4": Method(codec=INT4),
         "ours, top-k": Method(codec=TOP_K),
+        "ours, top-k 4": Method(codec=TOP_K_4),
+        "ours, delayed, top-k": Method(late=1, codec=TOP_K),
         "ours, complete, int8": Method(topology="complete", codec=INT8),
         "ours, complete, int4": Method(topology="complete", codec=INT4),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
@@ -99,15 +99,42 @@ METHODS |= {
         f"DiLoCo {every}, outer {lr}, {momentum}": diloco(every, lr, momentum)
         for lr, momentum in OUTER
     }
-    for every in (8, 30)
+    for every in (8, 30, 100)
 }
 METHODS |= {
     f"{name}, {label}": {
-        f"{name}, {label}, outer {lr}, {momentum}": diloco(30, lr, momentum, codec, streams)
+        f"{name}, {label}, outer {lr}, {momentum}": diloco(
+            30, lr, momentum, codec=codec, streams=streams
+        )
         for lr, momentum in OUTER
     }
     for name, streams in (("DiLoCo 30", None), ("Streaming DiLoCo 30", 5))
     for label, codec in (("int8", INT8), ("int4", INT4))
+}
+# For links that are slower: rounds every k steps, mixed k steps later or before the next pass.
+METHODS |= {
+    (name := f"ours, {where}{when}, {label}"): {name: Method(topology, every, late, codec)}
+    for where, topology in (("", "one-peer-exp"), ("complete, ", "complete"))
+    for label, codec in (("int4", INT4), ("top-k", TOP_K), ("top-k 4", TOP_K_4))
+    for when, every, late in (
+        *((f"{k} steps late", k, k) for k in (2, 4, 8, 16)),
+        *((f"every {k} steps", k, 0) for k in (2, 4, 8, 16)),
+    )
+}
+METHODS |= {
+    f"DiLoCo {every}, {label}": {
+        f"DiLoCo {every}, {label}, outer {lr}, {momentum}": diloco(every, lr, momentum, codec=codec)
+        for lr, momentum in OUTER
+    }
+    for every, label, codec in ((8, "int4", INT4), (100, "int8", INT8))
+}
+# Bytes and settings of Sarfi et al. (2025): 1 of 64 values in two bits, and no momentum.
+METHODS |= {
+    f"SparseLoCo {every}": {
+        f"SparseLoCo {every}, outer {lr}": diloco(every, lr, 0.0, codec=TOP_K_4, feedback=0.95)
+        for lr in (1.0, 0.7)
+    }
+    for every in (8, 30, 100)
 }
 METHODS["ours, outer"] = {
     f"ours, outer {lr}, {momentum}": slow_momentum(lr, momentum)
@@ -150,6 +177,11 @@ CODED_DILOCO = (
     *("DiLoCo 30, int8", "DiLoCo 30, int4"),
     *("Streaming DiLoCo 30, int8", "Streaming DiLoCo 30, int4"),
 )
+FAR = (
+    *("ours, complete, 2 steps late, int4", "ours, complete, 4 steps late, int4"),
+    *("ours, 2 steps late, top-k", "ours, every 2 steps, top-k", "ours, top-k 4"),
+)
+FAR_PEERS = "DiLoCo 100", "SparseLoCo 8", "SparseLoCo 30"
 # Optimizer, ranks, the exponent of the first learning rate, and names of METHODS.
 ROWS = [
     Row(name, ranks, optimizer, start)
@@ -162,6 +194,8 @@ ROWS = [
         ("AdamW", 4, 2, ("ours, complete, delayed, int4", "ours, top-k", "ours, complete, top-k")),
         ("AdamW", 4, 2, ("ours, delayed, int4",)),
         ("AdamW", 4, 1, TRIED),
+        ("AdamW", 4, 2, FAR),
+        ("AdamW", 4, 1, FAR_PEERS),
         ("AdamW", 8, 3, (*PAIRS, "ours, int4")),
         ("AdamW", 8, 3, (*CODED_COMPLETE, *CODED_FOURS)),
         ("AdamW", 16, 3, (*PAIRS, "ours, int4", "ours, complete")),
