@@ -15,7 +15,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 # The environment variables with the name of the interface, and with those of gloo.
-VARIABLE, GLOO_VARIABLE = "DECENT_INTERFACE", "GLOO_SOCKET_IFNAME"
+VARIABLE, _GLOO = "DECENT_INTERFACE", "GLOO_SOCKET_IFNAME"
 # SIOCGIFCONF fills a buffer with records of 40 bytes: the name from 0, the address from 20 on.
 _LIST_ADDRESSES, _RECORD, _MOST_BYTES = 0x8912, "16s4x4s16x", 40 << 10
 
@@ -62,14 +62,14 @@ def socket_variables(interface: str | None, is_one_node: bool) -> dict[str, str]
     Raises:
         ValueError: there is no such interface, or it has no address.
     """
-    told = os.environ.get(GLOO_VARIABLE, "")
+    told = os.environ.get(_GLOO, "")
     if not interface:
-        return {} if told or not is_one_node else {GLOO_VARIABLE: "lo"}
+        return {} if told or not is_one_node else {_GLOO: "lo"}
     address_of(interface)
     # Named several times, gloo makes as many connections.
     gloo = told if {*told.split(",")} == {interface} else interface
     # Without "=", NCCL uses each interface whose name begins so.
-    return {GLOO_VARIABLE: gloo, "NCCL_SOCKET_IFNAME": f"={interface}", VARIABLE: interface}
+    return {_GLOO: gloo, "NCCL_SOCKET_IFNAME": f"={interface}", VARIABLE: interface}
 
 
 def serve(host: str, port: int, interface: str | None = None) -> TCPStore:
@@ -97,16 +97,16 @@ def serve(host: str, port: int, interface: str | None = None) -> TCPStore:
     return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def public_addresses(gloo: str | None, serves: bool) -> list[str]:
-    """The addresses of this machine on which it listens, and which the internet may reach.
+def public_addresses(serves: bool) -> list[str]:
+    """The addresses on which gloo, or a store, listens here, and which the internet may reach.
 
     Args:
-        gloo: the interfaces of gloo, separated by commas; None for the address of the host's name.
         serves: whether a store listens on all addresses.
     """
-    names = (gloo or "").split(",")
+    names = os.environ.get(_GLOO, "").split(",")
     listening = [address for name, address in _local_addresses() if serves or name in names]
-    if not gloo:
+    # Without an interface, gloo takes the address of the host's name.
+    if not names[0]:
         with suppress(OSError):
             listening.append(ip_address(socket.getaddrinfo(socket.gethostname(), 0)[0][4][0]))
     # Not loopback, private, carrier-grade, link-local or unique-local ones.

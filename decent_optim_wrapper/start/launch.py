@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from decent_optim_wrapper.comm import interfaces
+from decent_optim_wrapper.comm.secret import private
 from decent_optim_wrapper.start.membership import HAVE_MET
 from decent_optim_wrapper.warn import warn
 
@@ -182,15 +183,14 @@ def use_interface(launch: Launch, interface: str | None, serves: bool) -> str | 
     """
     name = interface or os.environ.get(interfaces.VARIABLE)
     os.environ.update(interfaces.socket_variables(name, launch.is_one_node))
-    if not name and not launch.is_one_node and not launch.local_rank:
-        gloo = os.environ.get(interfaces.GLOO_VARIABLE)
-        if public := interfaces.public_addresses(gloo, serves):
-            warn(
-                f"rank {launch.rank}: gloo or the store listens on {', '.join(public)}, which the "
-                f"internet may reach, and neither asks who connects or encrypts anything; name the "
-                f"interface of a tunnel in `run --interface`, init_distributed(interface=) or "
-                f"{interfaces.VARIABLE}, or let a firewall close the ports of this machine"
-            )
+    is_first = not launch.is_one_node and not launch.local_rank
+    if is_first and not name and (public := interfaces.public_addresses(serves)):
+        warn(
+            f"rank {launch.rank}: gloo or the store listens on {', '.join(public)}, which the "
+            f"internet may reach, and neither asks who connects or encrypts anything; name the "
+            f"interface of a tunnel in `run --interface`, init_distributed(interface=) or "
+            f"{interfaces.VARIABLE}, or let a firewall close the ports of this machine"
+        )
     return name
 
 
@@ -295,7 +295,7 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
         return {}
     if is_launchers:
         whole = TCPStore(*place, is_master=False)
-        if whole.check([HAVE_MET]):
+        if private(whole).check([HAVE_MET]):
             raise RuntimeError(
                 f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
                 f"group it cannot enter; leave init_distributed() out of the script, and let "

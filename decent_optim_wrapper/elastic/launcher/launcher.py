@@ -14,7 +14,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from decent_optim_wrapper.comm.interfaces import address_of, serve, socket_variables
+from decent_optim_wrapper.comm.interfaces import serve, socket_variables
+from decent_optim_wrapper.comm.secret import private
 from decent_optim_wrapper.elastic.launcher.console import Console
 from decent_optim_wrapper.elastic.launcher.nodes import Nodes
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
@@ -53,8 +54,8 @@ def launch(options: LaunchOptions) -> int:
         environ, connect = _find_meeting(options)
         logs = options.log_dir or Path(tempfile.gettempdir()) / f"{_NAME}_{uuid.uuid4().hex}"
         console = Console()
-        keeper = None if options.store else 0
-        nodes = Nodes(connect, options.node_rank, options.nnodes, keeper, console.say)
+        place = options.node_rank, options.nnodes, None if options.store else 0
+        nodes = Nodes(lambda: private(connect()), *place, console.say)
         program = _program(options, environ)
         first, keeps_all = options.node_rank * options.nproc_per_node, options.log_dir is not None
         ranks = [
@@ -114,14 +115,14 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
     if (url := options.store) is not None:
         store, run_id = url.open(_CONNECT), f"{url.endpoints}/{url.prefix}"
         return {STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}, lambda: store
-    own = address_of(options.interface) if options.interface else "127.0.0.1"
-    host, port = options.endpoint or (own, 0)
+    host, port = options.endpoint or ("127.0.0.1", 0)
 
     def connect() -> Any:
         return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
     if options.node_rank == 0:
-        served = serve(host, port, options.interface)
+        # At once, before anybody brings the nonce of an earlier run.
+        private(served := serve(host, port, options.interface if options.endpoint else None))
         # A clone has a connection of its own, which may be lost; the store goes on.
         port, connect = served.port, served.clone
     environ = {

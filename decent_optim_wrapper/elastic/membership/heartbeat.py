@@ -53,11 +53,9 @@ class Heartbeat:
         self._watch = EpochWatch(0, rank, [rank], self._looks)
         # The text that is sent with each heartbeat.
         self._text = ""
-        # Whether a later process of this rank sends heartbeats.
-        self.is_replaced = False
+        # Whether a later process of this rank sends heartbeats; whether this rank has failed.
+        self.is_replaced = self._leaves = False
         self._stop = threading.Event()
-        # Whether it stops because this rank has failed.
-        self._leaves = False
         # The numbers of the heartbeats, and when the store has answered the last one.
         self._counts, self._answered = itertools.count(1), 0.0
 

@@ -27,6 +27,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
+from decent_optim_wrapper.comm.secret import private
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import (
     WARN_AFTER_SECONDS,
@@ -80,15 +81,15 @@ class Rendezvous:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout: timedelta, stale_after: float
     ) -> None:
-        self._store = self._own_keys(store, timeout)
+        with _store_errors(rank):
+            self._store = self._own_keys(store, timeout)
         self.rank = rank
         self._everyone = self._members = tuple(range(world_size))
         self._others = [other for other in self._everyone if other != rank]
         self._timeout = timeout
-        self._epoch = 0
+        self._epoch = self._life = 0
         # Whether this rank has been a member.
         self._took_part = False
-        self._life = 0
         self._heartbeat = Heartbeat(self._store, rank, stale_after)
         # Send this text with every heartbeat from now on; send none, because this rank has failed.
         self.say, self.leave = self._heartbeat.say, self._heartbeat.leave
@@ -103,7 +104,7 @@ class Rendezvous:
         This counts as a rendezvous, so that the next one has the same number on all ranks.
 
         Raises:
-            DistError: the store is gone, or does not answer.
+            DistError, TimeoutError: the store is gone, or does not answer.
         """
         part = cls._own_keys(store, _TELL)
         if part.check(["epoch"]):
@@ -117,8 +118,9 @@ class Rendezvous:
 
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
-        """The store, under a prefix that no other rendezvous of this process has."""
-        part = PrefixStore(key_prefix(cls.built), store)
+        """The part of the run, under a prefix that no other rendezvous of this process has."""
+        of_run = within(timeout.total_seconds(), lambda: private(store))
+        part = PrefixStore(key_prefix(cls.built), of_run)
         cls.built += 1
         return BoundedStore(part, timeout)
 
@@ -269,7 +271,7 @@ class Rendezvous:
                     raise PeerError(
                         f"rank {self.rank}: waited {timeout} for the other ranks, of which "
                         f"{missing} did not come or have ended since; start every rank with the "
-                        f"same store, unless the others have finished"
+                        f"same store and DECENT_SECRET, unless the others have finished"
                     )
             elif late:
                 self.leave()
@@ -420,7 +422,7 @@ def _note_key(epoch: int, rank: int) -> str:
 def _store_errors(rank: int) -> Iterator[None]:
     try:
         yield
-    except DistError as error:
+    except (DistError, TimeoutError) as error:
         raise PeerError(
             f"rank {rank}: the store in which the ranks agree does not answer ({text_of(error)}); "
             f"keep it in a process that outlives the ranks, and check the link to it"

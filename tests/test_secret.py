@@ -1,0 +1,185 @@
+"""A secret of the run, and strangers in its store."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from launched import Launched, ours
+from loguru import logger
+from problem import make_params
+from ranks import launcher_store, run_processes
+from restartable_processes import RestartableProcesses, StoreProcess, connect, train, wrap_elastic
+from torch.distributed.distributed_c10d import PrefixStore
+
+from decent_optim_wrapper import PeerError
+from decent_optim_wrapper.comm.secret import private
+from decent_optim_wrapper.comm.store import BoundedStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+# No text, and what a shell, a URL and a C string would not take.
+SECRET, OTHER = b"odd \xff'$;\n&", b"another one"
+LINE = "that no rank has written: passed over"
+# What a run of four ranks writes, without their prefix.
+KEYS = [
+    f"{name}/{rank}" for rank in range(4) for name in ("heartbeat", "starts", "1/note", "2/note")
+]
+KEYS += [f"{epoch}/{name}" for epoch in (1, 2, 3) for name in ("members", "dead", "join_request")]
+KEYS += ["epoch", "agreement", "1/error", "1/lost/0", "1/world/0/rank_0", "2/world/0/rank_1"]
+
+
+def seal(key: bytes, what: str, text: str) -> str:
+    return hmac.new(key, f"{what} {text}".encode(), "sha256").hexdigest()
+
+
+def with_secret(secret: bytes | None, folder: Path, make: Callable[[int], Any], rank: int) -> Any:
+    """Give this process a secret and a log."""
+    if secret is not None:
+        os.environb[b"DECENT_SECRET"] = secret
+    logger.enable("decent_optim_wrapper")
+    logger.add(folder / f"{rank}.{os.getpid()}.log", diagnose=True, backtrace=True)
+    return make(rank)
+
+
+def write_as_a_stranger(store: Any, prefixes: list[str], stop: Event) -> None:
+    """Write garbage, lies and what was there before under every key, again and again."""
+    seen: list[tuple[str, bytes]] = []
+    while not stop.wait(0.02):
+        for prefix in prefixes:
+            for key in (f"{prefix}decent_optim_wrapper/rendezvous 0/{key}" for key in KEYS):
+                for value in (
+                    b"\xff\xfe",
+                    b"[0]",
+                    b"99 1 9 host:1 ",
+                    json.dumps([9, False]).encode(),
+                ):
+                    store.set(key, value)
+        # Where keys can be listed, also what is of this run: other keys with its values.
+        if not seen and hasattr(store, "list_keys"):
+            names = [each for each in store.list_keys() if "rendezvous 0/epoch" in each]
+            seen = [(each, store.get(each)) for each in names]
+            for name, value in seen:
+                store.set(name.partition("/")[2], value)
+
+
+@pytest.fixture
+def strange(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProcess]:
+    """A store to which a stranger writes, who also plays the nonces of other runs."""
+    with StoreProcess() as served:
+        store: Any = served.connect(0)
+        stop = Event()
+        prefixes = ["", f"{secrets.token_hex(32)}/", f"{seal(OTHER, 'run', 'x')}/"]
+        slot = f"decent_optim_wrapper/nonce {seal(SECRET, 'key', '')}"
+        store.set(slot, f"x {seal(OTHER, 'nonce', 'x')}")
+        thread = Thread(target=write_as_a_stranger, args=(store, prefixes, stop))
+        thread.start()
+        yield served
+        stop.set()
+        thread.join()
+
+
+def test_a_stranger_who_writes_all_the_time_changes_nothing(
+    strange: StoreProcess, tmp_path: Path
+) -> None:
+    make = partial(with_secret, SECRET, tmp_path, strange.connect)
+    with RestartableProcesses(4, train, topology="ring", timeout=20.0, make_store=make) as ranks:
+        ranks.all_reach("joined")
+        ranks.wait_for_round(0, 3)
+        ranks.kill(1)
+        ranks.wait_for_members(0, (0, 2, 3))
+        ranks.start(1)
+        ranks.wait_for_members(0, (0, 1, 2, 3))
+        lives = ranks.end()
+    assert [life.members for life in lives] == [(0, 1, 2, 3)] * 4
+    assert lives[0].changes == [((0, 1, 2, 3), (0, 2, 3)), ((0, 2, 3), (0, 1, 2, 3))]
+    assert lives[0].params != lives[0].start
+    logs = [path.read_bytes() for path in tmp_path.glob("*.log")]
+    # The rank that has replaced the nonce of a stranger.
+    assert len(logs) == 5
+    assert 1 <= sum(log.count(LINE.encode()) for log in logs) <= 4
+    assert max(log.count(LINE.encode()) for log in logs) == 1
+    assert not any(SECRET in log or repr(SECRET).encode()[2:-1] in log for log in logs)
+
+
+def start_with(rank: int, port: int, secrets: list[bytes | None], folder: Path) -> str:
+    make = partial(connect, "127.0.0.1", port)
+    store = with_secret(secrets[rank], folder, make, rank)
+    with pytest.raises(PeerError) as caught:
+        wrap_elastic(make_params(), rank, 2, store, [], timeout=3.0, topology="ring")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", [OTHER, None], ids=["another", "none"])
+def test_ranks_with_different_secrets_say_so_at_the_timeout(
+    other: bytes | None, tmp_path: Path
+) -> None:
+    store = launcher_store()
+    texts = run_processes(2, start_with, store.port, [SECRET, other], tmp_path)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}: waited 0:00:03 for the other ranks")
+        assert "start every rank with the same store and DECENT_SECRET" in text
+
+
+def test_runs_on_one_store_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = launcher_store()
+    parts = []
+    for secret in (SECRET, SECRET, OTHER):
+        monkeypatch.setitem(os.environb, b"DECENT_SECRET", secret)
+        parts.append(private(PrefixStore("all", store)))
+    parts[0].set("key", "mine")
+    assert parts[1].get("key") == b"mine"
+    assert not parts[2].check(["key"])
+    # A later run on the same port has another store, and so another nonce.
+    later = launcher_store()
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
+    private(PrefixStore("all", later)).set("key", "later")
+    (name,) = (key for key in later.list_keys() if key.endswith("/key"))
+    assert name not in store.list_keys()
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", b"")
+    with pytest.raises(ValueError, match="got an empty one"):
+        private(store)
+    monkeypatch.delitem(os.environb, b"DECENT_SECRET")
+    assert private(store) is store
+
+
+def launch_with_a_secret(command: Any) -> int:
+    os.environ["DECENT_SECRET"] = "open sesame"
+    return ours(command)
+
+
+# The ranks do without torch.
+SCRIPT = """
+lines = [p.read_bytes().decode(errors="replace") for p in Path("/proc").glob("[0-9]*/cmdline")]
+tell("seen", json.dumps([lines, os.environ["DECENT_SECRET"]]))
+sys.exit(3)
+"""
+
+
+def test_the_launcher_passes_the_secret_on_and_shows_it_to_nobody(tmp_path: Path) -> None:
+    options = ["--max-restarts", "0"]
+    with Launched(tmp_path, SCRIPT, *options, launcher=launch_with_a_secret) as launcher:
+        lines, secret = json.loads(launcher.told("seen"))
+        assert launcher.end() == 3
+        printed = launcher.printed
+    assert secret == "open sesame"
+    assert "rank 0 ended" in printed
+    assert any("script_0.py" in line for line in lines)
+    assert not any(secret in each for each in (printed, *lines))
+
+
+def test_nothing_that_uses_the_secret_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
+    part = BoundedStore(private(launcher_store()), timedelta(seconds=5))
+    part.set("key", "value")
+    assert part.find("key") == "value"
+    assert SECRET not in repr(vars(part)).encode()
