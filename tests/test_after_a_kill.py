@@ -10,6 +10,7 @@ from unittest import mock
 
 import after_a_kill
 import pytest
+from after_a_kill import Kill, Life, Step
 from forked import start_process
 from launched import children, hurried, launch
 
@@ -36,14 +37,54 @@ def test_ranks_go_on_at_once_without_one_whose_end_the_launcher_tells(
 
     monkeypatch.setattr("subprocess.Popen", start)
     # They would look for its heartbeat for longer than the script waits.
-    options = "--spare --ranks 2 --minutes 0.05 --pause 3 --step 0.02 --stale-after 1000"
+    options = "--spare --ranks 2 --kills 1 --minutes 0.05 --quiet 3 --step 0.02 --stale-after 1000"
     monkeypatch.setattr("sys.argv", ["after_a_kill.py", *options.split()])
-    after_a_kill.main()
+    code = after_a_kill.main()
+    printed = capsys.readouterr().out
+    assert code == 0, printed
     # The rank that has come back, and the next spare process.
     assert spares == [2]
-    _, ranks, kills, share, stalls, returns, _ = (
-        capsys.readouterr().out.splitlines()[-1].split(" | ")
-    )
+    _, ranks, kills, recoveries, share, stalls, returns, _ = printed.splitlines()[-1].split(" | ")
     assert (ranks, kills) == ("2", "1")
-    assert 0 < float(share.removesuffix("%")) < 100
+    assert recoveries in ("1 of 2", "2 of 2")
+    assert float(share.removesuffix("%")) > 0
     assert 0 < float(stalls.split(", ")[0]) < float(returns.split(", ")[1])
+
+
+def life(rank: int, start: float, *steps: tuple[float, int]) -> Life:
+    """A process of the rank, and when each of its steps ended and in which epoch."""
+    found = [Step(end=end, ranks=2, epoch=epoch) for end, epoch in steps]
+    return Life(rank=rank, start=start, process=100 * rank + int(start), steps=found)
+
+
+KILL = Kill(time=10.0, rank=1, process=100)
+KILLED = life(1, 0, (5, 1), (9, 1))
+# It starts at 12 and is back at 15.
+BACK = life(1, 12, (15, 3), (50, 4))
+
+
+def test_a_kill_explains_going_on_without_a_rank_and_with_it_and_nothing_else() -> None:
+    quiet = [life(0, 0, (5, 1), (11, 2), (15, 3), (50, 3)), KILLED, life(1, 12, (15, 3), (50, 3))]
+    assert after_a_kill.unexplained(quiet, [KILL]) == []
+    assert after_a_kill.unexplained(quiet, []) == [2]
+    once_more = [life(0, 0, (5, 1), (11, 2), (15, 3), (50, 4)), KILLED, BACK]
+    assert after_a_kill.unexplained(once_more, [KILL]) == [4]
+    before = [
+        life(0, 0, (5, 1), (8, 2), (11, 3), (15, 4)),
+        life(1, 0, (5, 1), (8, 2)),
+        life(1, 12, (15, 4)),
+    ]
+    assert after_a_kill.unexplained(before, [KILL]) == [2]
+    twice = [life(0, 0, (5, 1), (11, 2), (12.5, 3), (15, 4)), KILLED, life(1, 14, (15, 4))]
+    assert after_a_kill.unexplained(twice, [KILL]) == [3]
+
+
+def test_a_rank_lost_and_back_within_one_agreement_is_one_recovery() -> None:
+    together = [life(0, 0, (5, 1), (15, 2)), KILLED, life(1, 12, (15, 2))]
+    assert after_a_kill.unexplained(together, [KILL]) == []
+
+
+def test_a_rank_is_back_once_a_later_process_of_it_makes_a_step() -> None:
+    assert after_a_kill.back([KILLED, BACK], KILL) == Step(end=15, ranks=2, epoch=3)
+    assert after_a_kill.back([KILLED, life(1, 12)], KILL) is None
+    assert after_a_kill.back([KILLED, life(0, 12, (15, 3))], KILL) is None

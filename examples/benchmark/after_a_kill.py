@@ -1,17 +1,22 @@
 """What kills cost: steps made against steps possible, and seconds until the others go on.
 
     python examples/benchmark/after_a_kill.py --ranks 8 --minutes 10
+    python examples/benchmark/after_a_kill.py --published --ranks 32 --minutes 30
     uv run --with torchft==0.2.0 python examples/benchmark/after_a_kill.py --torchft 10 5
 
-Our launcher starts the ranks, which train a small model on the CPU. One after the other is killed
-(SIGKILL), at a rate of 62 kills in 30 minutes for 32 ranks, and started again by the launcher. The
-launcher has the store; with torchft this process has its lighthouse, whose timeouts for joins
-and heartbeats `--torchft` takes. The manager of torchft averages the gradients.
+Our launcher starts the ranks, which train a small model on the CPU. They are killed (SIGKILL) at
+drawn times, and started again by the launcher: 62 kills in 30 minutes for 32 ranks, as was
+published for another system. With `--published` fewer ranks have as many kills, otherwise each rank
+is killed as often. The launcher has the store; with torchft this process has its lighthouse, whose
+timeouts for joins and heartbeats `--torchft` takes. The manager of torchft averages the gradients.
 
-Goodput is the steps of all ranks, divided by what as many healthy ranks would have made in the same
-time: at their pace from half a minute after each kill to the next one. A step counts if the same
-ranks made it from beginning to end and, with torchft, if it was committed. torchft 0.2.0 is in the
-index for Linux; it brings opentelemetry with it, and logs every step.
+Goodput is the steps of all ranks while ranks are killed, divided by what they would have made in
+that time at their pace in the quiet times before the first kill and after the last return. A step
+counts if the same ranks made it from beginning to end and, with torchft, if it was committed.
+
+Ends with an error if a killed rank does not come back, or if the ranks agree on members (recover)
+more often than kills and returns explain. torchft 0.2.0 is in the index for Linux; it brings
+opentelemetry with it, and logs every step.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,27 +38,53 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 HOST = "127.0.0.1"
-# Seconds of a rank between kills, and from a kill until the ranks count as healthy.
-SECONDS_PER_KILL, RECOVERED_SECONDS = 30 * 60 * 32 / 62, 30.0
-# For any one step.
-PATIENCE = 120.0
+# As published: of all ranks, of which there were so many.
+KILLS_PER_MINUTE, PUBLISHED_RANKS = 62 / 30, 32
+# For the return of a rank, and for the start of each.
+PATIENCE, START_SECONDS = 120.0, 30.0
+# Of a kill that meets ranks which have agreed on members and not yet made a step with them.
+SLACK_SECONDS = 2.0
 # As in torchft's own example, train_ddp.py.
 GLOO_TIMEOUT, MANAGER_TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)
 
-# Makes one step, and returns how many ranks have made it together; 0 if it does not count.
-Train = Callable[[], int]
+# Makes one step, and returns how many ranks have made it together, 0 if it does not count, and the
+# number of their agreement on the members.
+Train = Callable[[], tuple[int, int]]
 
 
 class Step(NamedTuple):
-    """When a step ended, and how many ranks made it together; 0 if it does not count."""
+    """A step of a rank.
+
+    Args:
+        end: when it ended.
+        ranks: how many ranks made it together; 0 if it does not count.
+        epoch: the number of their agreement on the members.
+    """
 
     end: float
     ranks: int
+    epoch: int
+
+
+class Kill(NamedTuple):
+    """When a rank was killed, and its process."""
+
+    time: float
+    rank: int
+    process: int
+
+
+class Cause(NamedTuple):
+    """The members may agree once, after this time and up to that one, because of a fault."""
+
+    after: float
+    until: float
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -71,13 +102,15 @@ def backward(model: nn.Module) -> None:
 def prepare_ours(stale_after: float) -> Train:
     model, base = build()
     optimizer = DecentOptimWrapper(base, timeout=30, elastic=Elastic(stale_after=stale_after))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    meetings = PrefixStore(key_prefix(0), TCPStore(address, port, is_master=False))
 
-    def train() -> int:
+    def train() -> tuple[int, int]:
         members = optimizer.members
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
-        return len(members) if optimizer.members == members else 0
+        return len(members) if optimizer.members == members else 0, int(meetings.get("epoch"))
 
     return train
 
@@ -117,14 +150,16 @@ def prepare_torchft(rank: int, lighthouse: str) -> Train:
     )
     optimizer = torchft.Optimizer(manager, base)
 
-    def train(_: TCPStore = store) -> int:  # the store lives as long as this
+    def train(_: TCPStore = store) -> tuple[int, int]:  # the store lives as long as this
         step = manager.current_step()
         optimizer.zero_grad()
         backward(model)
         for work in [manager.allreduce(param.grad) for param in model.parameters()]:
             work.wait()
         optimizer.step()
-        return int(manager.num_participants()) if manager.current_step() > step else 0
+        ranks = int(manager.num_participants()) if manager.current_step() > step else 0
+        # It has no public name.
+        return ranks, int(vars(manager)["_quorum_id"])
 
     return train
 
@@ -137,8 +172,24 @@ def work(args: argparse.Namespace, rank: int) -> None:
     train = prepare_ours(args.stale_after) if ours else prepare_torchft(rank, args.lighthouse)
     while True:
         time.sleep(args.step)
-        ranks = train()
-        log.write(f"{time.monotonic()} {ranks}\n")
+        ranks, epoch = train()
+        log.write(f"{time.monotonic()} {ranks} {epoch}\n")
+
+
+class Life(NamedTuple):
+    """One process of a rank.
+
+    Args:
+        rank: the rank.
+        start: when it started.
+        process: its number, which may have ended.
+        steps: those that count.
+    """
+
+    rank: int
+    start: float
+    process: int
+    steps: list[Step]
 
 
 class Logs(NamedTuple):
@@ -150,80 +201,150 @@ class Logs(NamedTuple):
 
     folder: Path
 
-    def of(self, rank: int) -> list[Path]:
-        """The files of the processes of a rank, the last one at the end."""
-        found = self.folder.glob(f"{rank}_*")
-        return sorted(found, key=lambda path: float(path.name.split("_")[1]))
+    def lives(self, rank: int | str = "*") -> list[Life]:
+        """All processes of the rank, or of all ranks, in the order of their starts."""
+        found = [read(path) for path in self.folder.glob(f"{rank}_*")]
+        return sorted(found, key=lambda life: life.start)
 
-    def pid(self, rank: int) -> int:
-        """The process of the rank, which may have ended."""
-        return int(self.of(rank)[-1].name.split("_")[2])
+    def last(self, rank: int) -> Life:
+        """The newest process of the rank."""
+        return self.lives(rank)[-1]
 
-    def steps(self, rank: int) -> Iterator[Step]:
-        """All steps of a rank."""
-        for path in self.of(rank):
-            # The last line may be incomplete.
-            for line in path.read_text().split("\n")[:-1]:
-                end, ranks = line.split()
-                yield Step(float(end), int(ranks))
-
-    def first(self, rank: int, together: int, start: float) -> float | None:
-        """When the rank has ended its first step after the start of so many together."""
-        ends = (step.end for step in self.steps(rank) if step.ranks == together)
-        return next((end for end in ends if end > start), None)
-
-    def wait(self, ranks: list[int], together: int, start: float) -> list[float]:
-        """When each of these ranks has ended its first such step, which may take a while.
+    def wait(self, ranks: int, start: float, patience: float) -> None:
+        """Wait until all ranks have ended a step of so many together after the start.
 
         Raises:
             TimeoutError: one of them makes no such step.
         """
-        over = time.monotonic() + PATIENCE
-        while None in (ends := [self.first(rank, together, start) for rank in ranks]):
+        over, missing = time.monotonic() + patience, {*range(ranks)}
+        while missing:
             if time.monotonic() > over:
-                raise TimeoutError(f"ranks {ranks} make no step of {together}: {ends}")
-            time.sleep(0.2)
-        return [end for end in ends if end]
+                raise TimeoutError(f"ranks {sorted(missing)} make no step of {ranks}")
+            time.sleep(0.5)
+            for life in self.lives():
+                if any(step.end > start and step.ranks == ranks for step in life.steps[-1:]):
+                    missing.discard(life.rank)
 
 
-def measure(args: argparse.Namespace, logs: Logs) -> list[str]:
-    """Kill a rank now and then, and return the cells of a row."""
-    everyone, chance = list(range(args.ranks)), random.Random(args.seed)
-    victims = chance.sample(everyone, args.ranks)
-    logs.wait(everyone, args.ranks, 0)
-    start, kills, stalls, returns = time.monotonic(), [], [], []
-    # From each start or return to the next kill.
-    healthy_from = [start]
-    pause = args.pause or SECONDS_PER_KILL / args.ranks
-    while time.monotonic() + pause / 2 < start + 60 * args.minutes:
-        time.sleep(pause / 2)
-        victim, now = victims[len(kills) % args.ranks], time.monotonic()
-        os.kill(logs.pid(victim), signal.SIGKILL)
-        kills.append(now)
-        others = [rank for rank in everyone if rank != victim]
-        stepped = logs.wait(others, args.ranks - 1, now)
-        stalls += [end - now for end in stepped]
-        back = logs.wait(everyone, args.ranks, max(stepped))
-        returns += [end - now for end in back]
-        healthy_from.append(max(now + RECOVERED_SECONDS, *back))
-        time.sleep(max(0.0, now + pause / 2 - time.monotonic()))
-    end = time.monotonic()
-    steps = [step.end for rank in everyone for step in logs.steps(rank) if step.ranks]
-    spans = list(zip(healthy_from, [*kills, end], strict=True))
-    healthy = sum(b - a for a, b in spans if b > a) * args.ranks
-    pace = sum(a < step <= b for step in steps for a, b in spans) / healthy
-    share = sum(start < step <= end for step in steps) / (pace * args.ranks * (end - start))
+def read(path: Path) -> Life:
+    """What a process has written."""
+    rank, start, process = path.name.split("_")
+    # The last line may be incomplete.
+    lines = [line.split() for line in path.read_text().split("\n")[:-1]]
+    steps = [Step(float(end), int(ranks), int(epoch)) for end, ranks, epoch in lines]
+    counted = [step for step in steps if step.ranks]
+    return Life(int(rank), float(start), int(process), counted)
+
+
+def kill_ranks(args: argparse.Namespace, logs: Logs, begin: float) -> list[Kill]:
+    """Kill ranks at times drawn from the seed, the same ones for the same seed."""
+    chance = random.Random(args.seed)
+    rate = KILLS_PER_MINUTE * (1 if args.published else args.ranks / PUBLISHED_RANKS)
+    count = args.kills or round(rate * args.minutes)
+    kills: list[Kill] = []
+    for after in sorted(chance.uniform(0, 60 * args.minutes) for _ in range(count)):
+        victims = chance.sample(range(args.ranks), args.ranks)
+        time.sleep(max(0.0, begin + after - time.monotonic()))
+        killed = {kill.process for kill in kills}
+        # One that trains.
+        lives = (logs.last(rank) for rank in victims)
+        life = next(life for life in lives if life.steps and life.process not in killed)
+        kills.append(Kill(time.monotonic(), life.rank, life.process))
+        os.kill(life.process, signal.SIGKILL)
+    return kills
+
+
+def begins(lives: list[Life]) -> dict[int, float]:
+    """When the first step of each epoch ended."""
+    found: dict[int, float] = {}
+    for life in lives:
+        for step in life.steps:
+            found[step.epoch] = min(step.end, found.get(step.epoch, step.end))
+    return found
+
+
+def unexplained(lives: list[Life], kills: list[Kill]) -> list[int]:
+    """The epochs, except the first one, that neither a kill nor a return explains."""
+    epochs = begins(lives)
+    causes = []
+    for kill in kills:
+        noticed = [begin for begin in epochs.values() if begin > kill.time + SLACK_SECONDS]
+        causes.append(Cause(kill.time, min(noticed, default=kill.time)))
+    joined = [(life.start, life.steps[0].epoch) for life in lives if life.steps]
+    causes += [Cause(start, epochs[epoch]) for start, epoch in joined if epoch > min(epochs)]
+    found = []
+    for epoch in sorted(epochs)[1:]:
+        fitting = [cause for cause in causes if cause.after < epochs[epoch] <= cause.until]
+        if fitting:
+            causes.remove(min(fitting, key=lambda cause: cause.until))
+        else:
+            found.append(epoch)
+    return found
+
+
+def back(lives: list[Life], kill: Kill) -> Step | None:
+    """The first step of a killed rank after its return."""
+    after = (life for life in lives if life.rank == kill.rank and life.start > kill.time)
+    return next((life.steps[0] for life in after if life.steps), None)
+
+
+def seconds_from(lives: list[Life], kill: Kill, epoch: int) -> list[float]:
+    """The seconds from a kill to the first step of each other rank in this epoch or later."""
+    ends: dict[int, float] = {}
+    for life in lives:
+        for step in life.steps:
+            if step.end > kill.time and step.epoch >= epoch and life.rank != kill.rank:
+                ends.setdefault(life.rank, step.end - kill.time)
+    return list(ends.values())
+
+
+def measure(args: argparse.Namespace, logs: Logs) -> tuple[list[str], list[str]]:
+    """Kill ranks now and then; return the cells of a row, and a text for all that is wrong."""
+    logs.wait(args.ranks, 0, PATIENCE + START_SECONDS * args.ranks)
+    start = time.monotonic()
+    begin = start + args.quiet
+    kills = kill_ranks(args, logs, begin)
+    time.sleep(max(0.0, begin + 60 * args.minutes - time.monotonic()))
+    wrong = []
+    try:
+        logs.wait(args.ranks, kills[-1].time + SLACK_SECONDS, PATIENCE)
+    except TimeoutError as error:
+        wrong.append(str(error))
+    over = time.monotonic()
+    time.sleep(args.quiet)
+    end, lives = time.monotonic(), logs.lives()
+    stalls, returns = [], []
+    for kill in kills:
+        before = max(epoch for epoch, time in begins(lives).items() if time < kill.time)
+        stalls += seconds_from(lives, kill, before + 1)
+        if first := back(lives, kill):
+            returns += [first.end - kill.time, *seconds_from(lives, kill, first.epoch)]
+        else:
+            wrong.append(f"rank {kill.rank} was killed, and has made no step since")
+    epochs = begins(lives)
+    if more := unexplained(lives, kills):
+        wrong.append(f"the ranks recovered without a fault, {len(more)} times: epochs {more}")
+    ends = [step.end for life in lives for step in life.steps]
+
+    def steps(a: float, b: float) -> int:
+        return sum(a < each <= b for each in ends)
+
+    pace = (steps(start, begin) + steps(over, end)) / (begin - start + end - over)
+    share = steps(begin, over) / (pace * (over - begin))
     times = [f"{statistics.median(each):.2f}, {max(each):.2f}" for each in (stalls, returns)]
-    return [str(len(kills)), f"{share:.2%}", *times, f"{1 / pace:.3f}"]
+    counts = [str(len(kills)), f"{len(epochs) - 1} of {2 * len(kills)}"]
+    return [*counts, f"{share:.2%}", *times, f"{args.ranks / pace:.3f}"], wrong
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the order of the kills")
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a step at least")
-    parser.add_argument("--pause", type=float, help="seconds between kills")
+    parser.add_argument("--published", action="store_true", help="as many kills with fewer ranks")
+    parser.add_argument("--kills", type=int, help="so many in place of these rates")
+    parser.add_argument("--quiet", type=float, default=30, help="seconds without kills at each end")
     parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
     parser.add_argument("--torchft", type=float, nargs=2, help="seconds: for joins, for heartbeats")
     parser.add_argument(
@@ -235,6 +356,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.folder:
         work(args, int(os.environ["RANK"]))
+    # Otherwise a signal leaves the launcher and its ranks behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with TemporaryDirectory() as folder:
         server, address = serve_lighthouse(*args.torchft) if args.torchft else (None, "")
         options = ["--step", args.step, "--stale-after", args.stale_after, "--folder", folder]
@@ -258,18 +381,24 @@ def main() -> None:
         ]
         process = subprocess.Popen(list(map(str, command)), stdout=sys.stderr)
         try:
-            row = measure(args, Logs(Path(folder)))
+            row, wrong = measure(args, Logs(Path(folder)))
         finally:
             # The kernel kills its ranks.
             process.kill()
             process.wait()
             del server
     name = f"torchft, {args.torchft}" if args.torchft else f"ours, stale_after={args.stale_after}"
-    columns = "ranks | kills | goodput | kill to next step | kill to step with it | seconds a step"
+    columns = (
+        "ranks | kills | recoveries, of losses and returns | goodput | kill to next step | "
+        "kill to step with it | seconds a step"
+    )
+    for text in wrong:
+        print(f"failed: {text}")
     print(f"| | {columns} |")
-    print("|---" * 7 + "|")
+    print("|---" * 8 + "|")
     print(f"| {name} | {args.ranks} | {' | '.join(row)} |")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
