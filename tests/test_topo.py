@@ -208,17 +208,23 @@ class ForFour(Topology):
 
 
 def test_a_topology_that_does_not_fit_the_ranks_that_are_left_is_replaced() -> None:
-    """By the default; greedy, which beats the ring, up to 256 of them."""
-    assert steady_error(Greedy(14)) < steady_error(Ring(14))
+    """By the default up to 8 of them. Of more, by pairs that take no time and no communicators."""
+    assert steady_error(Greedy(7)) < steady_error(Greedy(14)) < steady_error(Ring(14))
     full = ForFour(4)
     for topology, left, kind in (
         *((Ring(260), range(7), Greedy), (Ring(260), range(259), Base2)),
+        *(
+            (Ring(32), range(31), Base2),
+            (Greedy(14), range(13), Base2),
+            (Greedy(9), range(7), Greedy),
+        ),
         *((full, range(4), ForFour), (full, (0, 1, 3), Greedy)),
         (full, (0, 3), KINDS["one-peer-exp"]),
     ):
         found = fitting(topology, tuple(left))
         assert type(found) is kind
         assert found.world_size == len(left)
+        assert len(left) <= 8 or max(found.group_of(0, t).size for t in range(found.period)) == 2
 
 
 # Their groups are all ranks, or their schedules are made as a whole.

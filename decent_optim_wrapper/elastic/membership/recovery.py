@@ -22,9 +22,12 @@ from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.start.membership import Follower, Trained
-from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
+from decent_optim_wrapper.topo import Greedy, Topology, TopologyFactory, default_name
 
 Result = TypeVar("Result")
+# Of more, `greedy` takes long to compute, and has a triple in each of up to 200 rounds if they are
+# odd: a communicator for each, with threads and files, before the ranks go on.
+_MOST_GREEDY = 8
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 
@@ -296,19 +299,18 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
         full: the topology of all ranks.
         members: the remaining ranks; they are renumbered in this order.
     """
-    size, local = len(members), full.local_world_size
+    size, local, kind = len(members), full.local_world_size, type(full)
     if size == full.world_size:
         return full
     nodes = [rank // local for rank in members]
     if any(nodes.count(node) != local for node in nodes):
         local = 1
-    kind = type(full)
     try:
-        if kind.accepts(size, local):
+        if kind.accepts(size, local) and (kind is not Greedy or size <= _MOST_GREEDY):
             return kind(size, local)
     except Exception as error:
         # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
-    other = TopologyFactory.create(default_name(size), size)
+    other = TopologyFactory.create("base-2" if size > _MOST_GREEDY else default_name(size), size)
     logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
     return other
