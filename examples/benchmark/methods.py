@@ -161,13 +161,17 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the module, pairs, int4": partial(module, **IN_PAIRS),
     "the module, fours, int4": fours,
     "the module, top-k": partial(module, **TOP_K),
+}
+# For links at which an all-reduce takes at least 8 times as long as computing.
+FAR_METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
+    "the wrapper, pairs, delayed, top-k": partial(wrapper, overlap=True, **IN_PAIRS, **TOP_K),
     "the module, pairs, top-k": partial(module, **IN_PAIRS, **TOP_K),
     "the module, pairs, top-k 4": partial(module, **IN_PAIRS, comm_dtype=TopKCodec(4)),
     "the module, pairs, every 2 steps, top-k": partial(
         module, schedule=Schedule(gossip_every=2), **IN_PAIRS, **TOP_K
     ),
 }
-METHODS |= {
+FAR_METHODS |= {
     f"the wrapper, {where}{k} steps late, {code}": partial(
         wrapper, schedule=Schedule(gossip_every=k), overlap=Late(k), **topology, **dtype
     )
@@ -175,7 +179,7 @@ METHODS |= {
     for code, dtype in (("int4", INT4), ("top-k", TOP_K))
     for k in (2, 4, 8, 16)
 }
-METHODS |= {
+FAR_METHODS |= {
     f"the wrapper, as it arrives, {code}": partial(wrapper, overlap=AsItArrives(), **dtype)
     for code, dtype in (("int4", INT4), ("top-k", TOP_K))
 }

@@ -34,7 +34,7 @@ import netlab
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
-from methods import METHODS, Recipe
+from methods import FAR_METHODS, METHODS, Recipe
 from torch import Tensor, nn
 
 from decent_optim_wrapper.topo import Group
@@ -113,7 +113,7 @@ RECIPE = Recipe(partial(torch.optim.SGD, lr=0.01, momentum=0.9))
 def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Workload) -> Timing:
     """Run in every rank: mean seconds per step."""
     init_distributed()
-    training = METHODS[method](build_model(size_mib), RECIPE)
+    training = (METHODS | FAR_METHODS)[method](build_model(size_mib), RECIPE)
     _Clock.factor = workload.slow_motion
     inputs = torch.ones(1, requires_grad=True)
     for _ in range(warmup):
@@ -161,7 +161,7 @@ def floor_seconds(size_mib: float, rate: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", type=float, nargs="+", default=[10, 20, 40], metavar="MIB")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS | FAR_METHODS, metavar="METHOD")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
     text = "one size behind links whose all-reduce takes so many times as long as computing"
