@@ -179,7 +179,8 @@ CODED_DILOCO = (
 )
 FAR = (
     *("ours, complete, 2 steps late, int4", "ours, complete, 4 steps late, int4"),
-    *("ours, 2 steps late, top-k", "ours, every 2 steps, top-k", "ours, top-k 4"),
+    *("ours, delayed, top-k", "ours, 2 steps late, top-k", "ours, every 2 steps, top-k"),
+    "ours, top-k 4",
 )
 FAR_PEERS = "DiLoCo 100", "SparseLoCo 8", "SparseLoCo 30"
 # Optimizer, ranks, the exponent of the first learning rate, and names of METHODS.
@@ -349,7 +350,10 @@ class Best(NamedTuple):
 
 
 def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
-    """The best learning rate that was measured with all seeds; None if it may be another one."""
+    """The best learning rate that was measured with all seeds; None if it may be another one.
+
+    Of its neighbours the first seed is enough, if they are worse with it.
+    """
     found = {
         (variant, exponent): losses
         for variant, exponent in product(METHODS[row.name], EXPONENTS)
@@ -358,9 +362,12 @@ def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
     if not found:
         return None
     variant, exponent = min(found, key=lambda key: statistics.mean(found[key]))
-    if not {(variant, exponent - 1), (variant, exponent + 1)} <= found.keys():
-        return None
-    return Best(variant, exponent, found[variant, exponent])
+    losses = found[variant, exponent]
+    for near in (exponent - 1, exponent + 1):
+        first = results.known(row, variant, near, seeds[:1])
+        if (variant, near) not in found and (first is None or first[0] < losses[0]):
+            return None
+    return Best(variant, exponent, losses)
 
 
 def goal(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
