@@ -228,7 +228,7 @@ def row_of(point: Point, setting: str) -> dict[float, float]:
         own = traffic_of(source, ranks)
         work = like[last] - idle[min(last, max(idle))] - COMPUTING_MS * own.waits(last)
         work *= own.every / of.every
-    rest = {r: idle.get(r, idle[max(idle)]) + work for r in {*like, *FAR_RATIOS[1:]} - {*row}}
+    rest = {r: idle.get(r, idle[max(idle)]) + work for r in {*idle, *FAR_RATIOS[1:]} - {*row}}
     return row | {r: ms + COMPUTING_MS * of.waits(r) for r, ms in rest.items()}
 
 
@@ -286,6 +286,7 @@ def step_table(ranks: int, varying: float) -> str:
     rows = [
         [method, *(f"{row[r]:.0f}" if r in row else "-" for r in RATIOS)]
         for method, row in found.items()
+        if not row.keys().isdisjoint(RATIOS)
     ]
     return page(["ms per step", *(f"{ratio:g}" for ratio in RATIOS)], rows)
 
