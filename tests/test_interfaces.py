@@ -124,8 +124,10 @@ def look_at_a_site(rank: int) -> list[str]:
     # Without an address of IPv4, and with one of a link, which comes first.
     subprocess.run(["ip", "addr", "add", SIXTH, "dev", "wg0p", "nodad"], check=True)
     six, served = serve("ignored", 0, "wg0p"), serve("ignored", 0, "wg0")
-    assert (six.host, served.host) == ("fd00:6::1", TUNNEL)
-    assert listening() == {(each.host, each.port) for each in (six, served)}
+    # Where all ranks are here, they look for it on the loopback interface.
+    local = serve("127.0.0.1", 0, "wg0")
+    assert (six.host, served.host, local.host) == ("fd00:6::1", TUNNEL, "127.0.0.1")
+    assert listening() == {(each.host, each.port) for each in (six, served, local)}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")

@@ -73,7 +73,7 @@ def socket_variables(interface: str | None, is_one_node: bool) -> dict[str, str]
 
 
 def serve(host: str, port: int, interface: str | None = None) -> TCPStore:
-    """Serve a store: on the address of an interface, or on 127.0.0.1 if that is the host.
+    """Serve a store: on the host if that is this machine's own, or the address of an interface.
 
     Others listen on all addresses: the name of the host may stand for one that is not known here.
 
@@ -87,7 +87,7 @@ def serve(host: str, port: int, interface: str | None = None) -> TCPStore:
         ValueError: there is no such interface, or it has no address.
     """
     is_local = host == "localhost" or host.startswith("127.")
-    address = address_of(interface) if interface else host if is_local else ""
+    address = host if is_local else address_of(interface) if interface else ""
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family, dualstack_ipv6=dual)

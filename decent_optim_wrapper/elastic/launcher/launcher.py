@@ -122,7 +122,7 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
 
     if options.node_rank == 0:
         # At once, before anybody brings the nonce of an earlier run.
-        private(served := serve(host, port, options.interface if options.endpoint else None))
+        private(served := serve(host, port, options.interface))
         # A clone has a connection of its own, which may be lost; the store goes on.
         port, connect = served.port, served.clone
     environ = {
