@@ -9,11 +9,11 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-from functools import cache
 from typing import Any
 
-from loguru import logger
 from torch._C._distributed_c10d import PrefixStore
+
+from decent_optim_wrapper.comm.store import cloned, note_stranger
 
 # The environment variable with the secret, which is kept nowhere else.
 _VARIABLE = b"DECENT_SECRET"
@@ -39,20 +39,16 @@ def private(store: Any) -> Any:
     def mac(what: str, text: str = "") -> str:
         return hmac.new(secret, f"{what} {text}".encode(), "sha256").hexdigest()
 
+    # The caller may give up while a call hangs, which must not block the store for others.
+    asked = cloned(store)
     # Of this secret: processes with another one would replace each other's nonces for ever.
     key = f"decent_optim_wrapper/nonce {mac('key')}"
     while True:
-        found = store.get(key) if store.check([key]) else b""
+        found = asked.get(key) if asked.check([key]) else b""
         nonce, _, shown = found.decode(errors="replace").partition(" ")
         if hmac.compare_digest(shown.encode(), mac("nonce", nonce).encode()):
             return PrefixStore(mac("run", nonce), store)
         if found:
             note_stranger(key)
         nonce = secrets.token_hex(16)
-        store.compare_set(key, found, f"{nonce} {mac('nonce', nonce)}")
-
-
-@cache
-def note_stranger(key: str) -> None:
-    """Log once that no process of the run writes such a value for this key."""
-    logger.warning("the store has a value under {!r} that no rank has written: passed over", key)
+        asked.compare_set(key, found, f"{nonce} {mac('nonce', nonce)}")

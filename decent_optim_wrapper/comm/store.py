@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
+from loguru import logger
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from decent_optim_wrapper.comm.background import Result
-from decent_optim_wrapper.comm.secret import note_stranger
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.warn import warn
@@ -272,3 +273,9 @@ def rank_list(value: Any) -> list[int]:
         TypeError: it is something else.
     """
     return [operator.index(each) for each in value]
+
+
+@cache
+def note_stranger(key: str) -> None:
+    """Log once that no process of the run writes such a value for this key."""
+    logger.warning("the store has a value under {!r} that no rank has written: passed over", key)

@@ -161,5 +161,5 @@ class Elasticity(ABC):
         """Send the ranks that start with this one the reason why it does not come.
 
         Raises:
-            DistError: the store is gone, or does not answer.
+            DistError, TimeoutError: the store is gone, or does not answer.
         """

@@ -119,10 +119,9 @@ class Rendezvous:
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
         """The part of the run, under a prefix that no other rendezvous of this process has."""
+        number, cls.built = cls.built, cls.built + 1
         of_run = within(timeout.total_seconds(), lambda: private(store))
-        part = PrefixStore(key_prefix(cls.built), of_run)
-        cls.built += 1
-        return BoundedStore(part, timeout)
+        return BoundedStore(PrefixStore(key_prefix(number), of_run), timeout)
 
     def heard(self) -> dict[int, str]:
         """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
