@@ -51,9 +51,9 @@ def test_ranks_go_on_at_once_without_one_whose_end_the_launcher_tells(
     assert 0 < float(stalls.split(", ")[0]) < float(returns.split(", ")[1])
 
 
-def life(rank: int, start: float, *steps: tuple[float, int]) -> Life:
+def life(rank: int, start: float, *steps: tuple[float, int], ranks: int = 2) -> Life:
     """A process of the rank, and when each of its steps ended and in which epoch."""
-    found = [Step(end=end, ranks=2, epoch=epoch) for end, epoch in steps]
+    found = [Step(end=end, ranks=ranks, epoch=epoch) for end, epoch in steps]
     return Life(rank=rank, start=start, process=100 * rank + int(start), steps=found)
 
 
@@ -66,7 +66,7 @@ BACK = life(1, 12, (15, 3), (50, 4))
 def test_a_kill_explains_going_on_without_a_rank_and_with_it_and_nothing_else() -> None:
     quiet = [life(0, 0, (5, 1), (11, 2), (15, 3), (50, 3)), KILLED, life(1, 12, (15, 3), (50, 3))]
     assert after_a_kill.unexplained(quiet, [KILL]) == []
-    assert after_a_kill.unexplained(quiet, []) == [2]
+    assert after_a_kill.unexplained(quiet, []) == [2, 3]
     once_more = [life(0, 0, (5, 1), (11, 2), (15, 3), (50, 4)), KILLED, BACK]
     assert after_a_kill.unexplained(once_more, [KILL]) == [4]
     before = [
@@ -79,12 +79,20 @@ def test_a_kill_explains_going_on_without_a_rank_and_with_it_and_nothing_else() 
     assert after_a_kill.unexplained(twice, [KILL]) == [3]
 
 
+def test_ranks_that_join_one_after_the_other_at_the_start_are_no_recovery() -> None:
+    both = [life(0, 0, (5, 2), (11, 3), (15, 4)), life(1, 1, (5, 2), (9, 2))]
+    apart = [life(0, 0, (3, 1), ranks=1), *both]
+    assert after_a_kill.recoveries(apart) == [3, 4]
+    assert after_a_kill.unexplained(apart, [KILL]) == [4]
+
+
 def test_a_rank_lost_and_back_within_one_agreement_is_one_recovery() -> None:
     together = [life(0, 0, (5, 1), (15, 2)), KILLED, life(1, 12, (15, 2))]
     assert after_a_kill.unexplained(together, [KILL]) == []
+    assert after_a_kill.unexplained(together, []) == [2]
 
 
 def test_a_rank_is_back_once_a_later_process_of_it_makes_a_step() -> None:
-    assert after_a_kill.back([KILLED, BACK], KILL) == Step(end=15, ranks=2, epoch=3)
+    assert after_a_kill.back([KILLED, BACK], KILL) == BACK
     assert after_a_kill.back([KILLED, life(1, 12)], KILL) is None
     assert after_a_kill.back([KILLED, life(0, 12, (15, 3))], KILL) is None

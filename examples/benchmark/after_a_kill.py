@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import random
 import signal
@@ -41,6 +42,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper.comm.secret import private
 from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 HOST = "127.0.0.1"
@@ -103,7 +105,8 @@ def prepare_ours(stale_after: float) -> Train:
     model, base = build()
     optimizer = DecentOptimWrapper(base, timeout=30, elastic=Elastic(stale_after=stale_after))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    meetings = PrefixStore(key_prefix(0), TCPStore(address, port, is_master=False))
+    store = private(TCPStore(address, port, is_master=False))
+    meetings = PrefixStore(key_prefix(0), store)
 
     def train() -> tuple[int, int]:
         members = optimizer.members
@@ -240,7 +243,7 @@ def kill_ranks(args: argparse.Namespace, logs: Logs, begin: float) -> list[Kill]
     """Kill ranks at times drawn from the seed, the same ones for the same seed."""
     chance = random.Random(args.seed)
     rate = KILLS_PER_MINUTE * (1 if args.published else args.ranks / PUBLISHED_RANKS)
-    count = args.kills or round(rate * args.minutes)
+    count = args.kills or max(1, round(rate * args.minutes))
     kills: list[Kill] = []
     for after in sorted(chance.uniform(0, 60 * args.minutes) for _ in range(count)):
         victims = chance.sample(range(args.ranks), args.ranks)
@@ -263,17 +266,27 @@ def begins(lives: list[Life]) -> dict[int, float]:
     return found
 
 
+def recoveries(lives: list[Life]) -> list[int]:
+    """The epochs after the first one in which all ranks made a step together."""
+    made = [step for life in lives for step in life.steps]
+    most = max(step.ranks for step in made)
+    together = min(step.epoch for step in made if step.ranks == most)
+    return sorted({step.epoch for step in made if step.epoch > together})
+
+
 def unexplained(lives: list[Life], kills: list[Kill]) -> list[int]:
-    """The epochs, except the first one, that neither a kill nor a return explains."""
-    epochs = begins(lives)
+    """The recoveries that neither a kill nor a return explains."""
+    epochs, later = begins(lives), recoveries(lives)
     causes = []
     for kill in kills:
+        latest = math.inf
+        if life := back(lives, kill):
+            latest = epochs[life.steps[0].epoch]
+            causes.append(Cause(life.start, latest))
         noticed = [begin for begin in epochs.values() if begin > kill.time + SLACK_SECONDS]
-        causes.append(Cause(kill.time, min(noticed, default=kill.time)))
-    joined = [(life.start, life.steps[0].epoch) for life in lives if life.steps]
-    causes += [Cause(start, epochs[epoch]) for start, epoch in joined if epoch > min(epochs)]
+        causes.append(Cause(kill.time, min([latest, *noticed])))
     found = []
-    for epoch in sorted(epochs)[1:]:
+    for epoch in later:
         fitting = [cause for cause in causes if cause.after < epochs[epoch] <= cause.until]
         if fitting:
             causes.remove(min(fitting, key=lambda cause: cause.until))
@@ -282,10 +295,10 @@ def unexplained(lives: list[Life], kills: list[Kill]) -> list[int]:
     return found
 
 
-def back(lives: list[Life], kill: Kill) -> Step | None:
-    """The first step of a killed rank after its return."""
+def back(lives: list[Life], kill: Kill) -> Life | None:
+    """The process with which a killed rank makes steps again."""
     after = (life for life in lives if life.rank == kill.rank and life.start > kill.time)
-    return next((life.steps[0] for life in after if life.steps), None)
+    return next((life for life in after if life.steps), None)
 
 
 def seconds_from(lives: list[Life], kill: Kill, epoch: int) -> list[float]:
@@ -317,11 +330,11 @@ def measure(args: argparse.Namespace, logs: Logs) -> tuple[list[str], list[str]]
     for kill in kills:
         before = max(epoch for epoch, time in begins(lives).items() if time < kill.time)
         stalls += seconds_from(lives, kill, before + 1)
-        if first := back(lives, kill):
+        if life := back(lives, kill):
+            first = life.steps[0]
             returns += [first.end - kill.time, *seconds_from(lives, kill, first.epoch)]
         else:
             wrong.append(f"rank {kill.rank} was killed, and has made no step since")
-    epochs = begins(lives)
     if more := unexplained(lives, kills):
         wrong.append(f"the ranks recovered without a fault, {len(more)} times: epochs {more}")
     ends = [step.end for life in lives for step in life.steps]
@@ -331,8 +344,11 @@ def measure(args: argparse.Namespace, logs: Logs) -> tuple[list[str], list[str]]
 
     pace = (steps(start, begin) + steps(over, end)) / (begin - start + end - over)
     share = steps(begin, over) / (pace * (over - begin))
-    times = [f"{statistics.median(each):.2f}, {max(each):.2f}" for each in (stalls, returns)]
-    counts = [str(len(kills)), f"{len(epochs) - 1} of {2 * len(kills)}"]
+    times = [
+        f"{statistics.median(each):.2f}, {max(each):.2f}" if each else "-"
+        for each in (stalls, returns)
+    ]
+    counts = [str(len(kills)), f"{len(recoveries(lives))} of {2 * len(kills)}"]
     return [*counts, f"{share:.2%}", *times, f"{args.ranks / pace:.3f}"], wrong
 
 
