@@ -312,5 +312,5 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
         # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
     other = TopologyFactory.create("base-2" if size > _MOST_GREEDY else default_name(size), size)
-    logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
+    logger.warning("{!r} is not kept for {} ranks: {!r} takes its place", full, size, other)
     return other
