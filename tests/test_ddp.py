@@ -340,7 +340,6 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
         (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
         (ValueError, "ignored_params expects .* of the model", {"ignored_params": [torch.ones(1)]}),
-        (TypeError, "multiple values for keyword argument 'bucket_cap_mb'", {"bucket_cap_mb": 5}),
         (ValueError, "LBFGS evaluates its closure", {"optim_fn": torch.optim.LBFGS}),
         (ValueError, "no step hooks, .*sgd.SGD", {"optim_fn": hooked, "update_in_backward": True}),
         (ValueError, "bucket .*ddp.Doubled", {"optim_fn": doubled, "update_in_backward": True}),
