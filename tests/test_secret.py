@@ -73,7 +73,7 @@ def write_as_a_stranger(store: Any, prefixes: list[str], stop: Event) -> None:
 
 
 @pytest.fixture
-def strange(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProcess]:
+def strange() -> Iterator[StoreProcess]:
     """A store to which a stranger writes, who also plays the nonces of other runs."""
     with StoreProcess() as served:
         store: Any = served.connect(0)
