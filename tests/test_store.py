@@ -353,12 +353,15 @@ def test_heartbeats_and_agreements_go_on_over_a_new_connection(fault: str) -> No
 def test_a_store_that_does_not_answer_for_the_timeout_is_logged_once() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay, lines = Relay(server.port), list[str]()
-    own = BoundedStore(TCPStore("127.0.0.1", relay.port, is_master=False), timedelta(seconds=1))
+    relayed = TCPStore("127.0.0.1", relay.port, is_master=False)
+    own = BoundedStore(PrefixStore(key_prefix(0), relayed), timedelta(seconds=1))
     heartbeat = Heartbeat(own, rank=0, stale_after=SILENT)
     logger.enable("decent_optim_wrapper")
     sink = logger.add(lambda message: lines.append(message.record["message"]))
     try:
         heartbeat.start(life=1)
+        # A connection that is being made when the relay ends would be tried again for a while.
+        wait_for_heartbeats(server, 1)
         relay.end()
         deadline = time.monotonic() + 30
         while not lines and time.monotonic() < deadline:
