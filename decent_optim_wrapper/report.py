@@ -27,16 +27,10 @@ from decent_optim_wrapper.gossip.rounds import Rounds
 _SLOWER, _WAITS = 1.2, 0.1
 # The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
-_SEND_LESS = (
-    "send fewer bits (torch.int4, then TopKCodec()), or mix less often (Schedule(gossip_every=4))"
-)
-_NOT_FOR_BYTES = (
-    "they share cores, or code slowly, or their steps vary, or the network's latency is long"
-)
+_SEND_LESS = "send fewer bits (torch.int4, TopKCodec()), or mix less: Schedule(gossip_every=4)"
+_NOT_FOR_BYTES = "they share cores, code slowly, have varying steps, or the latency is long"
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
-# A row of a table: its values by the names of the columns.
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -188,17 +182,10 @@ def measure(rounds: Rounds) -> Tensor:
     return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Align rows under the names of their columns."""
-    cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Align rows, which are values by the names of their columns, under these names."""
+    shown = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [[*rows[0]], *shown]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "never"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -32,7 +32,7 @@ ROOT = Path(decent_optim_wrapper.__file__).parent
 # Properties do not count as methods: to those who use them they are attributes.
 MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of the whole package. It only goes down: a feature is paid for with a deletion.
-MOST_LINES = 11_870
+MOST_LINES = 11_860
 # Each layer of the measured model fills one bucket.
 BUCKET_MB = 80 / 2**20
 # Modules of the package that its import loads, of more than 140.

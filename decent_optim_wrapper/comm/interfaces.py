@@ -42,16 +42,14 @@ def address_of(interface: str) -> str:
     Raises:
         ValueError: there is no such interface, or it has no address.
     """
-    there = [name for _, name in socket.if_nameindex()]
-    if interface not in there:
+    # A link-local address means nothing without its interface. Of several, the first.
+    found = [(name, str(each)) for name, each in _local_addresses() if not each.is_link_local]
+    if interface not in (known := dict(reversed(found))):
         raise ValueError(
-            f"expected a network interface of this machine ({', '.join(there)}), got {interface!r}"
+            f"expected a network interface with an address ({', '.join(sorted(known))}), got "
+            f"{interface!r}; set it up, or correct the name"
         )
-    for name, address in _local_addresses():
-        # A link-local address means nothing without its interface.
-        if name == interface and not address.is_link_local:
-            return str(address)
-    raise ValueError(f"expected an interface with an address, but {interface} has none: set it up")
+    return known[interface]
 
 
 def socket_variables(interface: str | None, is_one_node: bool) -> dict[str, str]:

@@ -167,12 +167,8 @@ class EtcdStore(Store):
             time.sleep(_PAUSE)
         return [value for value in values if value is not None]
 
-    def num_keys(self) -> int:
-        """Number of keys that have values."""
-        return len(self._call(lambda client: [*client.get_prefix(self._name(""), keys_only=True)]))
-
-    # The names that a `PrefixStore` calls.
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+    # The name that a `PrefixStore` calls.
+    deleteKey = delete_key  # noqa: N815
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
