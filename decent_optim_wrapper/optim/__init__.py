@@ -4,7 +4,6 @@ from decent_optim_wrapper.optim.accum import AccumAdam, AccumAdamW
 from decent_optim_wrapper.optim.adamw import AdamW
 from decent_optim_wrapper.optim.factories import (
     lr_scheduler_fn_cosine_with_warmup,
-    mixing_rate_from_lr,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,
     optim_fn_adam,
@@ -16,7 +15,6 @@ __all__ = [
     "AccumAdamW",
     "AdamW",
     "lr_scheduler_fn_cosine_with_warmup",
-    "mixing_rate_from_lr",
     "optim_fn_accum_adam",
     "optim_fn_accum_adamw",
     "optim_fn_adam",

@@ -140,24 +140,3 @@ def _groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
 
 def _is_exempt(name: str, tensor: Tensor) -> bool:
     return tensor.ndim <= 1 or _EXEMPT.search(name) is not None
-
-
-def mixing_rate_from_lr(
-    optimizer: Optimizer, lr_max: float, power: float = 1.0, at_least: float = 1e-3
-) -> float:
-    """Return γ = (lr / lr_max)^p: mix less as the steps, which drive the ranks apart, get smaller.
-
-    Assign ``optimizer.mixing_rate = mixing_rate_from_lr(optimizer, lr_max=0.1)`` on all ranks,
-    after every step of the learning rate scheduler.
-
-    Args:
-        optimizer: the base or the wrapper; lr is the learning rate of its first group.
-        lr_max: the learning rate at and above which γ is 1; above 0.
-        power: p; with 0, γ is always 1.
-        at_least: lower bound of γ, in (0, 1].
-
-    Returns:
-        γ, in (0, 1].
-    """
-    rate = float(optimizer.param_groups[0]["lr"])
-    return min(1.0, max(at_least, float((rate / lr_max) ** power)))

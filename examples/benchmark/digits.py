@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.optim import mixing_rate_from_lr
 from decent_optim_wrapper.topo import RandomMatching
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -207,7 +206,8 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
             optimizer.step()
             decay.step()
             if row.mixing_power is not None:
-                optimizer.mixing_rate = mixing_rate_from_lr(base, row.lr, row.mixing_power)
+                falling = (base.param_groups[0]["lr"] / row.lr) ** row.mixing_power
+                optimizer.mixing_rate = max(1e-3, falling)
             traffic += step_traffic(model, optimizer, group.size())
         if row.every_epoch or epoch == epochs:
             history.append(evaluate(model, optimizer, test, traffic, group))
