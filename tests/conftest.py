@@ -79,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+@pytest.fixture(autouse=True)
+def coded_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small buckets of tests are coded where those of real models are, if ranks are threads."""
+    monkeypatch.setattr("decent_optim_wrapper.wire.coded.FEW", 0)
+
+
 @pytest.fixture(scope="module")
 def ranks_on_a_mesh() -> Iterator[None]:
     """The ranks that `run_on_mesh` keeps for the tests of a file end after the last of them."""

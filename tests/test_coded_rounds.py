@@ -30,6 +30,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
+from decent_optim_wrapper.wire import coded
 
 pytestmark = pytest.mark.slow
 
@@ -346,9 +347,13 @@ class NotedThreads(Int8Codec):
         super().encode(values, message, reference)
 
 
+@pytest.mark.parametrize("few", [0, 2**14])
 @pytest.mark.parametrize("case", ["ring", "complete"])
-def test_what_is_sent_is_coded_beside_the_training(case: str) -> None:
+def test_what_is_sent_is_coded_beside_the_training_unless_it_is_little(
+    case: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     NotedThreads.threads = set()
+    monkeypatch.setattr(coded, "FEW", few)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, Tensor]:
         params = make_params(seed=rank)
@@ -358,9 +363,11 @@ def test_what_is_sent_is_coded_beside_the_training(case: str) -> None:
         return threading.get_ident(), flatten(params)
 
     ranks = run_threads(CASES[case].world_size, main)
-    # The means of a group are coded by another one, too.
-    assert NotedThreads.threads
-    assert not NotedThreads.threads & {thread for thread, _ in ranks}
+    own = {thread for thread, _ in ranks}
+    assert NotedThreads.threads & own == (own if few else set())
+    # The means of a group are coded by another one in any case.
+    assert bool(NotedThreads.threads - own) == (case == "complete" or not few)
+    monkeypatch.setattr(coded, "FEW", 0)
     expected = train(CASES[case], 4, comm_dtype=torch.int8)[:, -1]
     assert torch.equal(torch.stack([params for _, params in ranks]), expected)
 

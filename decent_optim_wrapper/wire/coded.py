@@ -34,6 +34,8 @@ from decent_optim_wrapper.wire.storage import Flat, aligned, new_vector
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
 Parts = tuple[slice, list[Tensor]]
+# Values that are coded sooner than a thread would begin.
+FEW = 2**14
 
 
 class CodedExchange(Exchange):
@@ -49,8 +51,8 @@ class CodedExchange(Exchange):
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position)
         self._codec = codec
-        self.on_thread = not self.on_gpu
         numel, size = bucket.wire.numel, round.group.size
+        self.on_thread = not self.on_gpu and (self.via_cpu or numel > FEW)
         # The equal parts of the vector that are coded separately, a row for each.
         self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
         self._length = _length(self._chunks[0])
