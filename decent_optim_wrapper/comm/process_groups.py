@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm import nccl
 from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.secret import prove
 from decent_optim_wrapper.comm.waiting import never, within
 from decent_optim_wrapper.forks import leave_to_parent
 
@@ -128,7 +129,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         timeout: bound of the connection, of the first collective and of every operation.
 
     Raises:
-        RuntimeError: a member is missing; the connections made are closed.
+        RuntimeError: a member is missing, or has another secret; the connections are closed.
     """
     # In a list, so that the error, which holds this frame, does not hold the group.
     made: list[Any] = []
@@ -142,7 +143,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             _replace_policy("SCHED_BATCH", "SCHED_OTHER")
     leave_to_parent(made[0])
     try:
-        made[0].allreduce([torch.ones(1, device="cpu")]).wait(timeout)
+        prove(made[0], timeout)
     except RuntimeError:
         # A collective that hangs would keep the group alive until the timeout.
         abort(made)
