@@ -167,7 +167,6 @@ PRINTED = {
     "python benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes 'TopKCodec(16)'": [
         "| `TopKCodec(16)` | 0.1 | * %*| * %*|"
     ],
-    "python benchmark/lossy_link.py --mib 0.1 --rounds 2 --connections 4": ["| 4 *"],
     # A run that goes on with other numbers of ranks learns as one that does not.
     "python benchmark/resize.py --bases SGD --seeds 0 --epochs 4": [
         "| SGD | [89]*% * | [89]*% * |"

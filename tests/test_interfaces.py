@@ -6,11 +6,13 @@ import ctypes
 import json
 import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
+import lossy_link
 import netlab
 import pytest
 import torch
@@ -19,7 +21,12 @@ from launched import Launched, ours
 from ranks import run_processes
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.comm.interfaces import address_of, public_addresses, serve
+from decent_optim_wrapper.comm.interfaces import (
+    address_of,
+    public_addresses,
+    serve,
+    socket_variables,
+)
 from decent_optim_wrapper.elastic.stores.launched_store import find_launched_store
 from decent_optim_wrapper.start.launch import find_launch, init_distributed, use_interface
 
@@ -64,6 +71,10 @@ def listening(tables: str | None = None) -> set[tuple[str, int]]:
     return found
 
 
+# Connections for each pair of ranks of different nodes.
+EIGHT = ",".join(["wg0"] * 8)
+
+
 def launch_on_a_site(command: Sequence[str]) -> int:
     enter_a_site()
     return ours(command)
@@ -85,7 +96,8 @@ def test_the_launchers_store_listens_on_the_interface_only(
     with Launched(tmp_path, SCRIPT, *options, launcher=launch_on_a_site) as launcher:
         tables, environ = json.loads(launcher.told("seen"))
     assert listening(tables) == {(TUNNEL if interface else "::", 29500)}
-    assert environ.get("GLOO_SOCKET_IFNAME") == environ.get("DECENT_INTERFACE") == interface
+    assert environ.get("DECENT_INTERFACE") == interface
+    assert environ.get("GLOO_SOCKET_IFNAME") == (EIGHT if interface else None)
     assert environ.get("NCCL_SOCKET_IFNAME") == (interface and f"={interface}")
 
 
@@ -112,6 +124,19 @@ def test_the_store_of_rank_0_and_gloo_listen_on_the_interface_only() -> None:
             assert total == 3.0
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "count"), [(0, 1), (1, 8), (16, 8), (17, 7), (63, 2), (128, 1), (999, 1)]
+)
+def test_a_rank_has_no_more_connections_than_files(
+    elsewhere: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert socket_variables("lo", elsewhere)["GLOO_SOCKET_IFNAME"] == ",".join(["lo"] * count)
+    # Who names it himself has as many as he says.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert socket_variables("lo", elsewhere)["GLOO_SOCKET_IFNAME"] == "lo,lo"
+
+
 def look_at_a_site(rank: int) -> list[str]:
     enter_a_site()
     assert address_of("wg0") == TUNNEL
@@ -135,13 +160,13 @@ def look_at_a_site(rank: int) -> list[str]:
             launch = find_launch(dict(zip(names, place, strict=True)))
             os.environ.update(GLOO_SOCKET_IFNAME="wide", DECENT_INTERFACE="")
             assert (use_interface(launch, interface, serves=True) or "") == interface
-            assert os.environ["GLOO_SOCKET_IFNAME"] == (interface or "wide")
+            assert os.environ["GLOO_SOCKET_IFNAME"] == (EIGHT if interface else "wide")
     # As under torchrun, without `init_distributed`.
     os.environ.update(GLOO_SOCKET_IFNAME="", DECENT_INTERFACE="wg0")
     variables = dict(zip(names, "0402", strict=True))
     variables |= {"MASTER_ADDR": TUNNEL, "MASTER_PORT": str(served.port)}
     assert find_launched_store({**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "wg0"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == EIGHT
     return [str(each.message) for each in shown]
 
 
@@ -164,3 +189,14 @@ def test_an_interface_that_is_not_there_is_an_error_that_names_the_others(
     monkeypatch.setattr(os, "environ", {**os.environ, **place})
     with pytest.raises(ValueError, match="got 'wg7'"):
         init_distributed("gloo", interface="wg7")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not os.access("/dev/net/tun", os.W_OK), reason="needs TUN devices")
+def test_eight_connections_are_faster_than_one_over_a_long_link_that_loses_packets() -> None:
+    options = "--loss 0.02 --delay 0.02 --mib 0.5 --rounds 3 --connections 1 8 --seed 580402"
+    command = [sys.executable, lossy_link.__file__, *options.split()]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    rows = [line.split("|")[1:3] for line in printed.splitlines()[2:]]
+    seconds = {int(connections): float(each) for connections, each in rows}
+    assert seconds[8] < 0.6 * seconds[1]

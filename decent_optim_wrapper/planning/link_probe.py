@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from timeit import repeat
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
+# The values of a message, as of a bucket: gloo deals messages to the connections of a pair.
+_PART = 1 << 16
 
 
 def run(mib: float, repeats: int) -> str | None:
@@ -71,22 +73,22 @@ def _measure(mib: float, repeats: int, device: torch.device) -> str | None:
 
 
 def _exchange(transport: Transport, message: Tensor, peer: int) -> None:
-    """Exchange a message with a peer, and wait until it is there."""
-    for work in transport.exchange(message, torch.empty_like(message), peer, 0):
+    """Exchange as many values with a peer, in several messages, and wait until they are there."""
+    parts = [(part, torch.empty_like(part)) for part in torch.split(message, _PART)]
+    for work in [w for tag, pair in enumerate(parts) for w in transport.exchange(*pair, peer, tag)]:
         work.wait()
 
 
 def _median_seconds(action: Callable[[], None], repeats: int) -> float:
     """The median of several measurements, after one that does not count."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+
+    def complete() -> None:
         action()
         if torch.cuda.is_available():
             # With NCCL, a wait orders the stream only.
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+
+    return statistics.median(repeat(complete, number=1, repeat=repeats + 1)[1:])
 
 
 def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> str:

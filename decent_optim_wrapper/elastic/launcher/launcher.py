@@ -95,7 +95,7 @@ def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **socket_variables(options.interface, options.nnodes == 1),
+        **socket_variables(options.interface, (options.nnodes - 1) * options.nproc_per_node),
     }
     return Program(options.command, {**shared, **environ})
 
