@@ -144,6 +144,7 @@ def plan(job: Job) -> str:
         raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
     rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
     taken, ddp = chosen(job), next(row for row in rows if row.settings == "DDP")
+    times = "" if taken.rate == 1 else f"{taken.rate:g} times "
     methods = [
         {
             "settings": row.settings,
@@ -159,7 +160,7 @@ def plan(job: Job) -> str:
             f"measured on {taken.ranks} ranks over gloo, and computed above a ratio of 8; over "
             f"NCCL only pairs send codes, and larger groups float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
-            f"take {taken.settings} with {taken.base} at {taken.rate:g} times DDP's learning rate: "
+            f"take {taken.settings} with {taken.base} at {times}DDP's learning rate: "
             f"it has DDP's loss after {taken.steps:.2f} times as many steps, "
             f"{ddp.loss_time(ratio) / taken.loss_time(ratio):.1f} times as fast",
         ]
