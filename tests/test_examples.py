@@ -133,7 +133,9 @@ PRINTED = {
     "python benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, float32 |*", "| the module |*")
     ],
-    "python benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
+    "python benchmark/overhead.py --parameters 1e6 --small 1": [
+        *("| and one message | * | 1.00 |", "| tracking | *|", "| pack | *|")
+    ],
     "python benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --ratios 0 --ranks 2 "
     "--methods DDP 'the wrapper' --jitter 0.3 --slow-factor 1.5 --slow-motion 2 --csv a.csv": [
         *("| ms per step | 0 |", "| DDP |*", "| the wrapper |*")

@@ -163,19 +163,20 @@ def training_steps(
 
 
 class Floor:
-    """A step of a pair with a round's two messages and nothing else, or packing and mixing, too.
+    """A step of a pair with one message, or with a header, too, or with packing and mixing.
 
     Args:
-        params: the parameters.
+        params: the parameters, of which nothing else is sent.
+        header: whether to send the header of a round.
         mixes: whether to pack and mix.
     """
 
-    def __init__(self, params: list[Tensor], mixes: bool) -> None:
-        self.params, self.mixes = params, mixes
+    def __init__(self, params: list[Tensor], header: bool = True, mixes: bool = False) -> None:
+        self.params, self.header, self.mixes = params, header, mixes
         self.base = torch.optim.SGD(params, lr=1e-3)
         # What is sent and received: a header of six numbers, and the parameters.
         self.headers = [torch.zeros(6, dtype=torch.float64) for _ in range(2)]
-        self.vectors = [torch.zeros(SMALL**2) for _ in range(2)]
+        self.vectors = [torch.zeros(SMALL * len(params)) for _ in range(2)]
         self.packed, self.arrived = (torch.split(vector, SMALL) for vector in self.vectors)
         self.works: list[Any] = []
 
@@ -183,7 +184,8 @@ class Floor:
     def step(self) -> None:
         mixes = self.mixes and bool(self.works)
         self.synchronize()
-        self.post(self.headers, 0)
+        if self.header:
+            self.post(self.headers, 0)
         if mixes:
             torch._foreach_lerp_(self.params, self.arrived, 0.5)
         self.base.step()
@@ -204,25 +206,26 @@ class Floor:
         self.works = []
 
 
-def small_params() -> list[Tensor]:
-    params = [torch.zeros(SMALL, requires_grad=True) for _ in range(SMALL)]
+def small_params(tensors: int = SMALL) -> list[Tensor]:
+    params = [torch.zeros(SMALL, requires_grad=True) for _ in range(tensors)]
     for param in params:
         param.grad = torch.ones_like(param)
     return params
 
 
-def small_steps(blocks: int) -> dict[str, float]:
+def small_steps(blocks: int, tensors: int) -> dict[str, float]:
     """CPU seconds of a step of small parameters by method, all threads: the lowest of blocks."""
     dist.init_process_group("gloo")
 
     def wrapped(**options: Any) -> DecentOptimWrapper:
-        base = torch.optim.SGD(small_params(), lr=1e-3)
+        base = torch.optim.SGD(small_params(tensors), lr=1e-3)
         return DecentOptimWrapper(base, topology="ring", **options)
 
     optimizers: dict[str, Any] = {
-        "SGD alone": torch.optim.SGD(small_params(), lr=1e-3),
-        "and two messages": Floor(small_params(), mixes=False),
-        "and packing and mixing": Floor(small_params(), mixes=True),
+        "SGD alone": torch.optim.SGD(small_params(tensors), lr=1e-3),
+        "and one message": Floor(small_params(tensors), header=False),
+        "and two messages": Floor(small_params(tensors)),
+        "and packing and mixing": Floor(small_params(tensors), mixes=True),
         "the wrapper": wrapped(),
         "views": wrapped(param_as_bucket_view=True),
         "int8": wrapped(comm_dtype=torch.int8),
@@ -272,11 +275,13 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=0, metavar="BLOCKS", help="small parameters")
     args = parser.parse_args()
     count = int(args.parameters)
-    print(f"{count / 1e6:g} M float32 parameters, or {SMALL} of {SMALL} elements")
+    print(f"{count / 1e6:g} M float32 parameters, or {SMALL} tensors of {SMALL} elements, or one")
     with netlab.lab(2, rate="") as where:
         run = partial(netlab.run, where, timeout=600)
         if args.small:
-            print_table("CPU time of a small step", run(2, small_steps, args.small), "SGD alone")
+            for tensors in (SMALL, 1):
+                ranks = run(2, small_steps, args.small, tensors)
+                print_table(f"CPU time of a step of {tensors}", ranks, "and one message")
             parts = run(1, int8_parts, count, args.small)
             print_table("CPU time of a part of a round in int8", parts, "pack")
         elif args.training:
