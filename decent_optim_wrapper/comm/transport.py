@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm import nccl
+from decent_optim_wrapper.comm import nccl, tags
 from decent_optim_wrapper.comm.connections import Connections
 from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import PostingThread
-from decent_optim_wrapper.comm.tags import FIRST as _FIRST_TAG
 from decent_optim_wrapper.comm.waiting import (
+    Arrival,
+    Expected,
     PendingMessage,
     Waitable,
     WireError,
@@ -33,6 +34,8 @@ from decent_optim_wrapper.comm.waiting import (
 from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.topo import Group
 
+# What waits for the messages of all other ranks, and the messages.
+Announcement = tuple[Arrival, list[PendingMessage]]
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 
@@ -219,8 +222,8 @@ class Transport(Connections):
         try:
             # The receive first: the peer sends its data when the notice arrives. It is also waited
             # for first: gloo may forget a send whose connection closes, but no receive.
-            received = world.recv([incoming], peer, tag + _FIRST_TAG)
-            return [received, world.send([outgoing], peer, tag + _FIRST_TAG)]
+            received = world.recv([incoming], peer, tag + tags.FIRST)
+            return [received, world.send([outgoing], peer, tag + tags.FIRST)]
         except RuntimeError as error:
             # The error holds this frame: to drop the last reference may take long, see `abort`.
             del world
@@ -230,7 +233,7 @@ class Transport(Connections):
     def _post(self, operation: str, tensor: Tensor, peer: int, tag: int) -> Waitable:
         post = getattr(self._ready or self._open_world(), operation)
         try:
-            return post([tensor], peer, tag + _FIRST_TAG)  # type: ignore[no-any-return]
+            return post([tensor], peer, tag + tags.FIRST)  # type: ignore[no-any-return]
         except RuntimeError as error:
             # As in `exchange`.
             del post
@@ -284,6 +287,39 @@ class Transport(Connections):
                 row = torch.empty_like(message)
                 sent.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row))
         return sent
+
+    def announce(self, message: Tensor) -> Announcement:
+        """Start exchanging small messages with all ranks, each of which sends when it is ready.
+
+        Args:
+            message: as in `send_control`.
+
+        Returns:
+            What waits for the messages of the others, and the messages, for `read_all`.
+
+        Raises:
+            PeerError: a rank was lost.
+        """
+        try:
+            # In pairs: a collective would have to come in the same order on all ranks.
+            messages = self.send_control(message, self.others, tags.ANNOUNCEMENT)
+        except WireError as error:
+            raise self.lost_in_collective(self.others, error) from error
+        return Arrival([Expected(m.works, 0, (m.rank,)) for m in messages]), messages
+
+    def read_all(self, announced: Announcement) -> dict[int, list[int]]:
+        """Wait for the messages of the others, by rank.
+
+        Raises:
+            PeerError: a rank was lost.
+        """
+        arrival, messages = announced
+        try:
+            self.wait_until(arrival.future)
+        except WireError as error:
+            lost = arrival.lost()
+            raise self.lost_in_collective(lost.suspects if lost else self.others, error) from error
+        return {each.rank: each.message.tolist() for each in messages}
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
         """Make collectives wait for a thread that still packs, codes and posts."""

@@ -11,7 +11,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
@@ -308,17 +307,17 @@ class Coordinator:
         if together or transport.world_size == 1:
             return
         self._agree()
-        coming = send_to_all(torch.tensor([call], device="cpu"), transport)
+        coming = transport.announce(torch.tensor([call], device="cpu"))
         nonfinite: list[NonFiniteError] = []
         rounds.launch()
-        while not coming.arrival.future.done():
+        while not coming[0].future.done():
             round = rounds.in_flight
-            if round and round.arrives_before(coming.arrival):
+            if round and round.arrives_before(coming[0]):
                 self._make_round(nonfinite)
-        check_calls(call, read(coming, transport), transport)
+        check_calls(call, transport.read_all(coming), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
-        launched = send_to_all(torch.tensor([rounds.count], device="cpu"), transport)
-        highest = max(number for (number,) in read(launched, transport).values())
+        launched = transport.announce(torch.tensor([rounds.count], device="cpu"))
+        highest = max(number for (number,) in transport.read_all(launched).values())
         while rounds.count < highest:
             self._make_round(nonfinite)
         self._launched_by_all = rounds.count
