@@ -7,11 +7,13 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +199,26 @@ def enter_a_group(rank: int, port: int, secrets: list[bytes | None]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def show_something_else_to_rank_0(rank: int, port: int) -> str:
+    """Enter a group of four with three connections for each pair; rank 2 knows the secret in part.
+
+    Ranks 0 and 2 are no neighbours in a ring.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo,lo"
+
+    def mac(text: str) -> str:
+        return "0" * 64 if text.startswith("2 0 1 ") else seal(SECRET, text)
+
+    with mock.patch("decent_optim_wrapper.comm.secret._mac", mac) if rank == 2 else nullcontext():
+        return enter_a_group(rank, port, [SECRET] * 4)
+
+
+def test_each_connection_is_challenged() -> None:
+    store = launcher_store()
+    said = run_processes(4, show_something_else_to_rank_0, store.port)
+    assert said == ["member 2 has another DECENT_SECRET, or has none", "", "", ""]
 
 
 @pytest.mark.parametrize("theirs", [SECRET, OTHER, None], ids=["same", "another", "none"])

@@ -91,8 +91,8 @@ def new_communicator(
         should_stop: returns True to give up earlier.
 
     Raises:
-        ValueError: `like` has another backend.
-        RuntimeError: a member is missing.
+        ValueError: `like` has another backend, or the secret of this rank is empty.
+        RuntimeError: a member is missing, or has another secret.
         TimeoutError: a link is dead, the store does not answer, or `should_stop` has ended it.
     """
     theirs = exchange_backend(like)
@@ -126,10 +126,11 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         store: where the members meet, under a prefix of their own.
         rank: the position of this rank among the members.
         size: number of members.
-        timeout: bound of the connection, of the first collective and of every operation.
+        timeout: bound of the connection, of each first message and of every operation.
 
     Raises:
         RuntimeError: a member is missing, or has another secret; the connections are closed.
+        ValueError: the secret of this rank is empty.
     """
     # In a list, so that the error, which holds this frame, does not hold the group.
     made: list[Any] = []
@@ -144,8 +145,8 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     leave_to_parent(made[0])
     try:
         prove(made[0], timeout)
-    except RuntimeError:
-        # A collective that hangs would keep the group alive until the timeout.
+    except (RuntimeError, ValueError):
+        # A message that hangs would keep the group alive until the timeout.
         abort(made)
         raise
     return made[0]

@@ -2,8 +2,8 @@
 
 What the processes write to a store has keys that begin with an HMAC over a nonce of the run. So
 strangers, runs with another secret and processes of an earlier run write other keys, which nobody
-reads. Whoever lists the keys can write there, too, but cannot enter a group: its members show each
-other that they have the secret.
+reads. Whoever lists the keys can write there, too, but does not become a member of a group: its
+members show each other that they have the secret.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.store import as_text, cloned
 
+# A member of a group, and a tag, by which gloo takes a connection to it.
+Link = tuple[int, int]
 # The environment variable with the secret, which is kept nowhere else.
 _VARIABLE = b"DECENT_SECRET"
 
@@ -47,31 +49,38 @@ def private(store: Any) -> Any:
 def prove(group: Any, timeout: timedelta) -> None:
     """Let the members of a gloo group show each other that they have the secret; collective.
 
-    All of them add to the challenge, so no answer of another group fits. Without a secret, they
-    show that.
+    Each pair does so over each of its connections. Both ends add to the challenge, so no answer of
+    another connection fits. Members without a secret take part with an empty one. Only a tunnel
+    protects against somebody who passes the messages on.
 
     Args:
         group: the group.
-        timeout: bound of each of the two exchanges.
+        timeout: bound of each wait.
 
     Raises:
         RuntimeError: a member is missing, or has another secret.
         ValueError: the secret is empty.
     """
-    challenge = "".join(_gathered(secrets.token_hex(32), group, timeout))
-    expected = [_mac(f"member {place} {challenge}") for place in range(group.size())]
-    answers = _gathered(expected[group.rank()], group, timeout)
-    for place, answer in enumerate(answers):
-        if not hmac.compare_digest(answer.encode(), expected[place].encode()):
-            raise RuntimeError(f"member {place} has another DECENT_SECRET, or has none")
+    own, nonce = group.rank(), secrets.token_hex(32)
+    peers = [peer for peer in range(group.size()) if peer != own]
+    links = [(peer, tag) for peer in peers for tag in range(len(group.options._devices))]
+    found = _exchange(group, dict.fromkeys(links, nonce), timeout)
+    shown = {(p, tag): _mac(f"{own} {p} {tag} {nonce} {found[p, tag]}") for p, tag in links}
+    for (peer, tag), answer in _exchange(group, shown, timeout).items():
+        expected = _mac(f"{peer} {own} {tag} {found[peer, tag]} {nonce}")
+        if not hmac.compare_digest(answer.encode(), expected.encode()):
+            raise RuntimeError(f"member {peer} has another DECENT_SECRET, or has none")
 
 
-def _gathered(text: str, group: Any, timeout: timedelta) -> list[str]:
-    """The texts of all members, which are of the same length."""
-    own = torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    group.allgather([found], [own]).wait(timeout)
-    return [as_text(bytes(each.tolist())) for each in found]
+def _exchange(group: Any, texts: dict[Link, str], timeout: timedelta) -> dict[Link, str]:
+    """Send texts of one length over connections, and receive as many."""
+    sent = {k: torch.frombuffer(bytearray(v, "ascii"), dtype=torch.uint8) for k, v in texts.items()}
+    found = {link: torch.empty_like(message) for link, message in sent.items()}
+    works = [group.recv([message], *link) for link, message in found.items()]
+    works += [group.send([message], *link) for link, message in sent.items()]
+    for work in works:
+        work.wait(timeout)
+    return {link: as_text(bytes(message.tolist())) for link, message in found.items()}
 
 
 def _mac(text: str) -> str:
