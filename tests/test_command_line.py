@@ -225,7 +225,7 @@ def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> N
 def test_comm_measures_every_pair(tmp_path: Path) -> None:
     """Rank 0 prints; the others are silent."""
     (tmp_path / "script.py").write_text(MODULE)
-    command = ("script.py", "comm", "--mib", "0.6", "--repeats", "1")
+    command = ("script.py", "comm", "--mib", "1.1", "--repeats", "1")
     text = run_script_on_ranks(3, *command, cwd=tmp_path)
     _, _, *rows = text.splitlines()
     rates = [[float(cell) for cell in row.split()[2:]] for row in rows[:3]]

@@ -71,8 +71,8 @@ def listening(tables: str | None = None) -> set[tuple[str, int]]:
     return found
 
 
-# Connections for each pair of ranks of different nodes.
-EIGHT = ",".join(["wg0"] * 8)
+# As many connections as two ranks on different nodes have, and four.
+EIGHT, FOUR = ",".join(["wg0"] * 8), ",".join(["wg0"] * 4)
 
 
 def launch_on_a_site(command: Sequence[str]) -> int:
@@ -125,16 +125,18 @@ def test_the_store_of_rank_0_and_gloo_listen_on_the_interface_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "count"), [(0, 1), (1, 8), (16, 8), (17, 7), (63, 2), (128, 1), (999, 1)]
+    ("ranks", "is_one_node", "count"),
+    [(2, False, 8), (4, False, 4), (5, False, 3), (16, False, 1), (999, False, 1), (2, True, 1)],
 )
-def test_a_rank_has_no_more_connections_than_files(
-    elsewhere: int, count: int, monkeypatch: pytest.MonkeyPatch
+def test_the_more_ranks_the_fewer_connections_between_two_of_them(
+    ranks: int, is_one_node: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert socket_variables("lo", elsewhere)["GLOO_SOCKET_IFNAME"] == ",".join(["lo"] * count)
-    # Who names it himself has as many as he says.
+    names = ",".join(["lo"] * count)
+    assert socket_variables("lo", ranks, is_one_node)["GLOO_SOCKET_IFNAME"] == names
+    # A user who names it several times gets that many.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert socket_variables("lo", elsewhere)["GLOO_SOCKET_IFNAME"] == "lo,lo"
+    assert socket_variables("lo", ranks, is_one_node)["GLOO_SOCKET_IFNAME"] == "lo,lo"
 
 
 def look_at_a_site(rank: int) -> list[str]:
@@ -160,13 +162,13 @@ def look_at_a_site(rank: int) -> list[str]:
             launch = find_launch(dict(zip(names, place, strict=True)))
             os.environ.update(GLOO_SOCKET_IFNAME="wide", DECENT_INTERFACE="")
             assert (use_interface(launch, interface, serves=True) or "") == interface
-            assert os.environ["GLOO_SOCKET_IFNAME"] == (EIGHT if interface else "wide")
+            assert os.environ["GLOO_SOCKET_IFNAME"] == (FOUR if interface else "wide")
     # As under torchrun, without `init_distributed`.
     os.environ.update(GLOO_SOCKET_IFNAME="", DECENT_INTERFACE="wg0")
     variables = dict(zip(names, "0402", strict=True))
     variables |= {"MASTER_ADDR": TUNNEL, "MASTER_PORT": str(served.port)}
     assert find_launched_store({**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == EIGHT
+    assert os.environ["GLOO_SOCKET_IFNAME"] == FOUR
     return [str(each.message) for each in shown]
 
 

@@ -20,8 +20,8 @@ from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
-# The values of a message, as of a bucket: gloo deals messages to the connections of a pair.
-_PART = 1 << 16
+# The most values of a message, as in a bucket: gloo deals messages to the connections of a pair.
+_PART = 1 << 18
 
 
 def run(mib: float, repeats: int) -> str | None:
@@ -73,8 +73,9 @@ def _measure(mib: float, repeats: int, device: torch.device) -> str | None:
 
 
 def _exchange(transport: Transport, message: Tensor, peer: int) -> None:
-    """Exchange as many values with a peer, in several messages, and wait until they are there."""
-    parts = [(part, torch.empty_like(part)) for part in torch.split(message, _PART)]
+    """Exchange a message with a peer, over gloo in several parts, and wait for all of them."""
+    size = message.numel() if transport.coalesces(message.device) else _PART
+    parts = [(part, torch.empty_like(part)) for part in torch.split(message, size)]
     for work in [w for tag, pair in enumerate(parts) for w in transport.exchange(*pair, peer, tag)]:
         work.wait()
 

@@ -55,9 +55,9 @@ class Launch(NamedTuple):
     master_port: str = ""
 
     @property
-    def elsewhere(self) -> int:
-        """The number of ranks on other nodes."""
-        return self.world_size - self.local_world_size
+    def is_one_node(self) -> bool:
+        """True if all ranks are on one machine."""
+        return self.world_size == self.local_world_size
 
     def variables(self) -> dict[str, str]:
         """The environment variables that torchrun would have set.
@@ -157,7 +157,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
             f"are left from another launcher and start the script again"
         )
     addr, port = launch.master_addr, launch.master_port
-    if launch.launcher == "mpirun" and not launch.elsewhere:
+    if launch.launcher == "mpirun" and launch.is_one_node:
         addr = "127.0.0.1"
     return launch._replace(
         master_addr=environ.get("MASTER_ADDR") or addr,
@@ -182,8 +182,8 @@ def use_interface(launch: Launch, interface: str | None, serves: bool) -> str | 
         ValueError: there is no such interface, or it has no address.
     """
     name = interface or os.environ.get(interfaces.VARIABLE)
-    os.environ.update(interfaces.socket_variables(name, launch.elsewhere))
-    is_first = launch.elsewhere and not launch.local_rank
+    os.environ.update(interfaces.socket_variables(name, launch.world_size, launch.is_one_node))
+    is_first = not launch.is_one_node and not launch.local_rank
     if is_first and not name and (public := interfaces.public_addresses(serves)):
         warn(
             f"rank {launch.rank}: gloo or the store listens on {', '.join(public)}, which the "
@@ -301,7 +301,7 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
                 f"group it cannot enter; leave init_distributed() out of the script, and let "
                 f"Elastic() find the launcher's store"
             )
-    if launch.elsewhere:
+    if not launch.is_one_node:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(restarts, store), "rank": rank, "world_size": world_size}

@@ -34,7 +34,7 @@ from decent_optim_wrapper.wire.storage import Flat, aligned, new_vector
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
 Parts = tuple[slice, list[Tensor]]
-# Values that are coded sooner than a thread would begin.
+# Up to so many values, coding takes less time than starting it on a thread.
 FEW = 2**14
 
 

@@ -89,13 +89,13 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
     # Variables of torchrun.
     shared = {
-        "WORLD_SIZE": str(options.nnodes * options.nproc_per_node),
+        "WORLD_SIZE": str(ranks := options.nnodes * options.nproc_per_node),
         "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
         "GROUP_RANK": str(options.node_rank),
         "GROUP_WORLD_SIZE": str(options.nnodes),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **socket_variables(options.interface, (options.nnodes - 1) * options.nproc_per_node),
+        **socket_variables(options.interface, ranks, options.nnodes == 1),
     }
     return Program(options.command, {**shared, **environ})
 

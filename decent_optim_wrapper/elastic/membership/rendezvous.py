@@ -53,10 +53,11 @@ from decent_optim_wrapper.errors import PeerError, text_of
 _POLL_SECONDS = 0.02
 # Each look names the keys of all ranks: the work of the store would grow with their square.
 _POLL_SECONDS_PER_RANK = 1e-4
-# Members are alive when a group is made: they connect soon, or one of them has just died.
-_CONNECT = timedelta(seconds=10)
+# Members are alive when a group is made: they connect soon, or one of them has just died. Several
+# connections over links of 150 ms that lose packets take some 10 s.
+_CONNECT = timedelta(seconds=20)
 # Before the others notice a rank that comes back, they may wait for a lost rank, for each other,
-# for the connections of an epoch and for its first collective, each up to the timeout. Members that
+# for the connections of an epoch and for their first messages, each up to the timeout. Members that
 # send no heartbeats may have finished: then one timeout is enough.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
