@@ -99,6 +99,7 @@ def test_the_launchers_store_listens_on_the_interface_only(
     assert environ.get("DECENT_INTERFACE") == interface
     assert environ.get("GLOO_SOCKET_IFNAME") == (EIGHT if interface else None)
     assert environ.get("NCCL_SOCKET_IFNAME") == (interface and f"={interface}")
+    assert environ.get("GLOO_ENABLE_STORE_V2_API") == (interface and "1")
 
 
 def average_on_an_interface(rank: int, host: str) -> tuple[set[str], float]:

@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.comm.secret import private
+from decent_optim_wrapper.comm.secret import private, prove
 from decent_optim_wrapper.comm.store import BoundedStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -229,6 +230,31 @@ def test_the_members_of_a_group_show_each_other_that_they_have_the_secret(
     said = run_processes(3, enter_a_group, store.port, [SECRET, SECRET, theirs])
     names = ["", "", ""] if theirs == SECRET else ["member 2", "member 2", "member 0"]
     assert [each.partition(" has another DECENT_SECRET")[0] for each in said] == names
+
+
+def leave_while_others_connect(rank: int, port: int) -> str:
+    """Rank 1 leaves before rank 0 sends anything, and rank 2 has sent everything."""
+    if rank == 1:
+        store = connect("127.0.0.1", port, rank)
+        group = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
+        time.sleep(1)
+        del group
+        return "left"
+
+    def late(group: Any, timeout: timedelta) -> None:
+        time.sleep(2)
+        prove(group, timeout)
+
+    with mock.patch("decent_optim_wrapper.comm.process_groups.prove", prove if rank else late):
+        return enter_a_group(rank, port, [None] * 3)
+
+
+def test_a_member_that_leaves_while_others_connect_ends_none_of_them() -> None:
+    store = launcher_store()
+    first, left, last = run_processes(3, leave_while_others_connect, store.port)
+    assert left == "left"
+    assert first
+    assert last
 
 
 def wrap_in_a_group(rank: int, port: int, secrets: list[bytes | None]) -> str:

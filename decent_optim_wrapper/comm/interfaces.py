@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 # The environment variables with the name of the interface, and with those of gloo.
 VARIABLE, _GLOO = "DECENT_INTERFACE", "GLOO_SOCKET_IFNAME"
-# The most connections of one rank with all others; a pair has at least one.
+# Divided by the number of ranks, the connections of a pair; at least one.
 _CONNECTIONS = 16
 # SIOCGIFCONF fills a buffer with records of 40 bytes: the name from 0, the address from 20 on.
 _LIST_ADDRESSES, _RECORD, _MOST_BYTES = 0x8912, "16s4x4s16x", 40 << 10
@@ -72,8 +72,8 @@ def socket_variables(interface: str | None, ranks: int, is_one_node: bool) -> di
         return {} if told or not is_one_node else {_GLOO: "lo"}
     address_of(interface)
     # Named several times, gloo makes as many connections for each pair: a single one cannot fill a
-    # long link that loses packets. Among many ranks they would take long to make, and many files.
-    # All ranks must have the same number.
+    # long link that loses packets. With many ranks they would take long to connect, and use many
+    # open files. All ranks must have the same number.
     count = 1 if is_one_node else max(1, _CONNECTIONS // max(2, ranks))
     gloo = told if {*told.split(",")} == {interface} else ",".join([interface] * count)
     # Without "=", NCCL uses each interface whose name begins so.

@@ -126,7 +126,8 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         store: where the members meet, under a prefix of their own.
         rank: the position of this rank among the members.
         size: number of members.
-        timeout: bound of the connection, of each first message and of every operation.
+        timeout: bound of each connection, first message and operation. With an interface, the wait
+            for the addresses of the others has the store's own timeout.
 
     Raises:
         RuntimeError: a member is missing, or has another secret; the connections are closed.
@@ -146,7 +147,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     try:
         prove(made[0], timeout)
     except (RuntimeError, ValueError):
-        # A message that hangs would keep the group alive until the timeout.
+        # The frames of the error refer to the group. The peers notice at once.
         abort(made)
         raise
     return made[0]
@@ -213,9 +214,9 @@ def _abort_gloo(backend: Any) -> None:
         # Try each peer: a connection that is closed already does not affect the others.
         if peer != backend.rank():
             # gloo has connections over each interface in GLOO_SOCKET_IFNAME, which it takes in the
-            # order of the tags. Nothing is sent with these: on communicators made here, all tags of
-            # the library are far above.
-            for tag in range(len(backend.options._devices)):
+            # order of the tags. Nothing may be sent with these, as a longer message would end the
+            # process: `prove` takes the tags below, and the rest of the library far higher ones.
+            for tag in range(count := len(backend.options._devices), 2 * count):
                 with suppress(RuntimeError):
                     nothing = torch.empty(1, device="cpu")
                     backend.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.store import as_text, cloned
 
-# A member of a group, and a tag, by which gloo takes a connection to it.
+# The place of a peer in a group, and the tag that selects a connection to it.
 Link = tuple[int, int]
 # The environment variable with the secret, which is kept nowhere else.
 _VARIABLE = b"DECENT_SECRET"
@@ -59,7 +59,7 @@ def prove(group: Any, timeout: timedelta) -> None:
 
     Raises:
         RuntimeError: a member is missing, or has another secret.
-        ValueError: the secret is empty.
+        ValueError: the secret is empty, and there are other members.
     """
     own, nonce = group.rank(), secrets.token_hex(32)
     peers = [peer for peer in range(group.size()) if peer != own]
