@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -140,6 +142,16 @@ def test_the_more_ranks_the_fewer_connections_between_two_of_them(
     assert socket_variables("lo", ranks, is_one_node)["GLOO_SOCKET_IFNAME"] == "lo,lo"
 
 
+def reaches_itself(address: str) -> bool:
+    """Whether this machine can connect to one of its own addresses."""
+    with socket.create_server((address, 0), family=socket.AF_INET6) as listening:
+        try:
+            socket.create_connection(listening.getsockname()[:2], 1).close()
+        except OSError:
+            return False
+        return True
+
+
 def look_at_a_site(rank: int) -> list[str]:
     enter_a_site()
     assert address_of("wg0") == TUNNEL
@@ -151,6 +163,9 @@ def look_at_a_site(rank: int) -> list[str]:
         address_of("wg0p")
     # Without an address of IPv4, and with one of a link, which comes first.
     subprocess.run(["ip", "addr", "add", SIXTH, "dev", "wg0p", "nodad"], check=True)
+    # Torch tries IPv6 only once, and the kernel may not have the route yet.
+    while not reaches_itself("fd00:6::1"):
+        time.sleep(0.01)
     six, served = serve("ignored", 0, "wg0p"), serve("ignored", 0, "wg0")
     # Where all ranks are here, they look for it on the loopback interface.
     local = serve("127.0.0.1", 0, "wg0")
