@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 # The environment variables with the name of the interface, and with those of gloo.
 VARIABLE, _GLOO = "DECENT_INTERFACE", "GLOO_SOCKET_IFNAME"
-# Divided by the number of ranks, the connections of a pair; at least one.
+# A pair has this many connections divided by the number of ranks, and at least one.
 _CONNECTIONS = 16
 # SIOCGIFCONF fills a buffer with records of 40 bytes: the name from 0, the address from 20 on.
 _LIST_ADDRESSES, _RECORD, _MOST_BYTES = 0x8912, "16s4x4s16x", 40 << 10
@@ -74,7 +74,7 @@ def socket_variables(interface: str | None, ranks: int, is_one_node: bool) -> di
     # Named several times, gloo makes as many connections for each pair: a single one cannot fill a
     # long link that loses packets. With many ranks they would take long to connect, and use many
     # open files. All ranks must have the same number.
-    count = 1 if is_one_node else max(1, _CONNECTIONS // max(2, ranks))
+    count = 1 if is_one_node else max(1, _CONNECTIONS // ranks)
     gloo = told if {*told.split(",")} == {interface} else ",".join([interface] * count)
     # Without "=", NCCL uses each interface whose name begins so.
     names = {_GLOO: gloo, "NCCL_SOCKET_IFNAME": f"={interface}", VARIABLE: interface}

@@ -34,8 +34,6 @@ from decent_optim_wrapper.comm.waiting import (
 from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.topo import Group
 
-# What waits for the messages of all other ranks, and the messages.
-Announcement = tuple[Arrival, list[PendingMessage]]
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 
@@ -288,7 +286,7 @@ class Transport(Connections):
                 sent.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row))
         return sent
 
-    def announce(self, message: Tensor) -> Announcement:
+    def announce(self, message: Tensor) -> tuple[Arrival, list[PendingMessage]]:
         """Start exchanging small messages with all ranks, each of which sends when it is ready.
 
         Args:
@@ -307,13 +305,12 @@ class Transport(Connections):
             raise self.lost_in_collective(self.others, error) from error
         return Arrival([Expected(m.works, 0, (m.rank,)) for m in messages]), messages
 
-    def read_all(self, announced: Announcement) -> dict[int, list[int]]:
-        """Wait for the messages of the others, by rank.
+    def read_all(self, arrival: Arrival, messages: list[PendingMessage]) -> dict[int, list[int]]:
+        """Wait for the messages of the others, as `announce` returns them, by rank.
 
         Raises:
             PeerError: a rank was lost.
         """
-        arrival, messages = announced
         try:
             self.wait_until(arrival.future)
         except WireError as error:

@@ -307,17 +307,17 @@ class Coordinator:
         if together or transport.world_size == 1:
             return
         self._agree()
-        coming = transport.announce(torch.tensor([call], device="cpu"))
+        arrival, coming = transport.announce(torch.tensor([call], device="cpu"))
         nonfinite: list[NonFiniteError] = []
         rounds.launch()
-        while not coming[0].future.done():
+        while not arrival.future.done():
             round = rounds.in_flight
-            if round and round.arrives_before(coming[0]):
+            if round and round.arrives_before(arrival):
                 self._make_round(nonfinite)
-        check_calls(call, transport.read_all(coming), transport)
+        check_calls(call, transport.read_all(arrival, coming), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
         launched = transport.announce(torch.tensor([rounds.count], device="cpu"))
-        highest = max(number for (number,) in transport.read_all(launched).values())
+        highest = max(number for (number,) in transport.read_all(*launched).values())
         while rounds.count < highest:
             self._make_round(nonfinite)
         self._launched_by_all = rounds.count

@@ -87,9 +87,10 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _program(options: LaunchOptions, environ: Mapping[str, str]) -> Program:
+    ranks = options.nnodes * options.nproc_per_node
     # Variables of torchrun.
     shared = {
-        "WORLD_SIZE": str(ranks := options.nnodes * options.nproc_per_node),
+        "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
         "GROUP_RANK": str(options.node_rank),
         "GROUP_WORLD_SIZE": str(options.nnodes),
