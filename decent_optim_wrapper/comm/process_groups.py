@@ -210,13 +210,13 @@ def _abort_gloo(backend: Any) -> None:
     Its own `abort` does nothing, but a receive that times out closes the connections to all ranks:
     works that wait on them raise at once, also on other threads.
     """
-    count = len(backend.options._devices)
     for peer in range(backend.size()):
         # Try each peer: a connection that is closed already does not affect the others.
         if peer != backend.rank():
             # gloo has connections over each interface in GLOO_SOCKET_IFNAME, which it takes in the
             # order of the tags. Nothing may be sent with these, as a longer message would end the
             # process: `prove` takes the tags below, and the rest of the library far higher ones.
+            count = len(backend.options._devices)
             for tag in range(count, 2 * count):
                 with suppress(RuntimeError):
                     nothing = torch.empty(1, device="cpu")
