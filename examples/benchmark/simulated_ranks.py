@@ -354,6 +354,12 @@ OPTIMIZERS: dict[str, Callable[[Tensor, float, StackedGPT], list[Optimizer]]] = 
         ]  # type: ignore[misc]
         for n in (4, 8, 16)
     },
+    # With torch's own β2.
+    "AdamW .999": lambda x, lr, _: [AdamW([x], lr, fused=True, ranks=1)],
+    **{
+        f"AdamW .999, noise of {n}": lambda x, lr, _, n=n: [AdamW([x], lr, fused=True, ranks=n)]  # type: ignore[misc]
+        for n in (4, 8, 16)
+    },
     **{f"Muon, noise of {n}": partial(muon, ranks=n) for n in (4, 8, 16)},
 }
 

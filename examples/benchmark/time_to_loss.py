@@ -231,6 +231,11 @@ ROWS = [
             ("AdamW, noise by the first moment", ranks, 1, ("ours, complete, int4",))
             for ranks in (8, 16)
         ),
+        ("AdamW .999", 4, 0, ("DDP",)),
+        *(
+            (f"AdamW .999, noise of {ranks}", ranks, 0, ("ours, complete, int4",))
+            for ranks in (4, 8, 16)
+        ),
     )
     for name in names
 ]
@@ -244,6 +249,8 @@ ROWS += [
         ("ours, complete, int4", "AdamW", 1),
         ("ours, complete, int4", "AdamW, noise of 4", 0),
         ("DiLoCo 30", "AdamW", 0),
+        ("DDP", "AdamW .999", 0),
+        ("ours, complete, int4", "AdamW .999, noise of 4", 0),
     )
 ]
 SEEDS = (0, 1, 2)
