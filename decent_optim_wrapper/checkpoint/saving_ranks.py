@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import compress
-from typing import TypeVar
 
 import torch
 
 from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet
-from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.background import Result, in_background
 from decent_optim_wrapper.comm.waiting import wait_for_any
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
-
-Result = TypeVar("Result")
 
 # How often the ranks meet while one of them writes or reads a file.
 _TOUCH_SECONDS = 0.25

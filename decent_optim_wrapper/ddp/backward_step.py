@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -148,6 +149,7 @@ class _StepInParts:
         )
 
 
+@dataclass(eq=False)
 class BackwardStepper:
     """Makes one step in every backward pass.
 
@@ -158,18 +160,13 @@ class BackwardStepper:
         in_parts: step inside the backward pass whenever the result is the same.
     """
 
-    def __init__(
-        self,
-        optimizer: BackwardOptimizer,
-        unscale_and_clip: UnscaleAndClip,
-        scheduler: LRScheduler | None,
-        in_parts: bool,
-    ) -> None:
+    optimizer: BackwardOptimizer
+    unscale_and_clip: UnscaleAndClip
+    scheduler: LRScheduler | None
+    in_parts: bool
+
+    def __post_init__(self) -> None:
         self._accumulates = False
-        self._optimizer = optimizer
-        self._unscale_and_clip = unscale_and_clip
-        self._scheduler = scheduler
-        self._in_parts = in_parts
         # Whether a step has begun, and its parts; without parts it is made at the end.
         self._begun = False
         self._parts: _StepInParts | None = None
@@ -183,7 +180,7 @@ class BackwardStepper:
         """
         if self._torn:
             raise RuntimeError(
-                f"rank {self._optimizer.rank}: the last backward pass ended in the middle of a "
+                f"rank {self.optimizer.rank}: the last backward pass ended in the middle of a "
                 f"step, with some buckets mixed and updated and others not; look for the first "
                 f"error, and restart all ranks from a checkpoint"
             )
@@ -213,15 +210,15 @@ class BackwardStepper:
             return
         # FSDP does so only in a backward pass, only with the modules that have gradients, and not
         # after set_reshard_after_backward(False).
-        self._optimizer.replica.reshard()
+        self.optimizer.replica.reshard()
         if self._parts is not None:
             self._parts.close()
         else:
-            self._unscale_and_clip.step(self._optimizer)
+            self.unscale_and_clip.step(self.optimizer)
         self._clear()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._optimizer.notify_change()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.notify_change()
 
     def on_failure(self) -> None:
         """Abandon the step in progress."""
@@ -233,16 +230,16 @@ class BackwardStepper:
     def _begin(self) -> None:
         """Begin a step, unless one has begun in this backward pass."""
         if not self._begun:
-            self._optimizer.check_newest()
-        if not self._begun and self._in_parts and self._optimizer.splits:
-            self._parts = _StepInParts(self._optimizer, self._unscale_and_clip)
+            self.optimizer.check_newest()
+        if not self._begun and self.in_parts and self.optimizer.splits:
+            self._parts = _StepInParts(self.optimizer, self.unscale_and_clip)
         self._begun = True
 
     def _clear(self) -> None:
         """Make everything ready for the next step: scaler and gradients, too."""
         self._begun, self._parts = False, None
-        self._unscale_and_clip.update_scale()
-        self._optimizer.zero_grad()
+        self.unscale_and_clip.update_scale()
+        self.optimizer.zero_grad()
 
 
 def _free(bucket: Bucket) -> None:

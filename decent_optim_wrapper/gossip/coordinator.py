@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -48,6 +49,7 @@ class Members(Protocol):
         """Call back if the members have changed."""
 
 
+@dataclass(eq=False)
 class Coordinator:
     """Makes the collective calls of one rank between steps, and handles ranks that fail.
 
@@ -61,20 +63,14 @@ class Coordinator:
         members: manages ranks that are lost and come back; None if their loss is an error.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        local_update: LocalUpdate,
-        average: WorldAverage,
-        replica: Replica,
-        members: Members | None = None,
-    ) -> None:
-        self.rounds = rounds
-        self.local_update = local_update
-        self.average = average
-        self.replica = replica
-        self.members = members
-        self.early = EarlyMixing(rounds, local_update)
+    rounds: Rounds
+    local_update: LocalUpdate
+    average: WorldAverage
+    replica: Replica
+    members: Members | None = None
+
+    def __post_init__(self) -> None:
+        self.early = EarlyMixing(self.rounds, self.local_update)
         # The second one is locked by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks had launched when they last reached the same one.

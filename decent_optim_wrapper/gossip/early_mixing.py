@@ -12,7 +12,7 @@ from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.round import Round, RoundState
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.schedule import RoundKind
-from decent_optim_wrapper.wire.bucket import Bucket, copies_of
+from decent_optim_wrapper.wire.bucket import Bucket, fill_copies, members_of
 from decent_optim_wrapper.wire.storage import Flat
 
 
@@ -104,7 +104,9 @@ class EarlyMixing:
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, or copies with their old values of those that `roll_back` would restore."""
-        copies = copies_of([*self._before.items()])
+        copies = {member: member.detach().clone() for member in members_of(self._before)}
+        for bucket, flat in self._before.items():
+            fill_copies(copies, bucket, flat)
         return [copies.get(tensor, tensor) for tensor in tensors]
 
     def roll_back(self, buckets: Collection[Bucket] | None = None) -> None:

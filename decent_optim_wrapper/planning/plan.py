@@ -11,9 +11,10 @@ from __future__ import annotations
 import csv
 import math
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from decent_optim_wrapper.report import table
 from decent_optim_wrapper.topo import Group, Hierarchical, OnePeerExponential, default_name
@@ -78,14 +79,10 @@ class Measured(NamedTuple):
 
     def step(self, ratio: float) -> float:
         """The time of a step over the time of computing, at any ratio."""
-        points = sorted(self.seconds.items())
-        if ratio <= points[0][0]:
-            return points[0][1]
-        for (start, low), (end, high) in pairwise(points):
-            if ratio <= end:
-                return low + (high - low) * (ratio - start) / (end - start)
-        # Then bytes are all that counts, and no setting gains more than at the last ratio.
-        return points[-1][1] * ratio / points[-1][0]
+        ratios = sorted(self.seconds)
+        measured = np.interp(ratio, ratios, [self.seconds[each] for each in ratios])
+        # Beyond the last ratio bytes are all that counts, and no setting gains more than there.
+        return float(measured) * max(1.0, ratio / ratios[-1])
 
     def loss_time(self, ratio: float) -> float:
         """The time until DDP's loss, for each step of DDP, over the time of computing."""

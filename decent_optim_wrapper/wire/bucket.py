@@ -422,15 +422,6 @@ def fill_copies(copies: Mapping[Tensor, Tensor], bucket: Bucket, flat: Flat) -> 
             as_real(copies[member]).copy_(part)
 
 
-@torch.no_grad()
-def copies_of(values: Sequence[tuple[Bucket, Flat]]) -> dict[Tensor, Tensor]:
-    """Copies of the members of buckets, with the values of flat vectors."""
-    copies = {member: member.detach().clone() for bucket, _ in values for member in bucket.members}
-    for bucket, flat in values:
-        fill_copies(copies, bucket, flat)
-    return copies
-
-
 def as_real(tensor: Tensor) -> Tensor:
     """The local part of a tensor as reals; it shares the memory of the tensor."""
     tensor = local(tensor).detach()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import torch
 from loguru import logger
 
+from decent_optim_wrapper.comm.background import Result
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.membership.epoch import Epoch, Note
 from decent_optim_wrapper.elastic.membership.hand_over import hand_over
@@ -24,7 +24,6 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.start.membership import Follower, Trained
 from decent_optim_wrapper.topo import Greedy, Topology, TopologyFactory, default_name
 
-Result = TypeVar("Result")
 # Of more, `greedy` takes long to compute, and has a triple in each of up to 200 rounds if they are
 # odd: a communicator for each, with threads and files, before the ranks go on.
 _MOST_GREEDY = 8
