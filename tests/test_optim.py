@@ -275,6 +275,53 @@ def test_adamw_goes_on_from_torchs_state_and_refuses_beta_zero_in_an_added_group
     assert {"short_avg", "exp_avg"} <= optimizer.state[params[0]].keys()
     with pytest.raises(ValueError, match=r"betas\[0\] must be a number above 0"):
         optimizer.add_param_group({"params": [torch.ones(2)], "betas": (0.0, 0.9)})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_short_average_begins_as_the_first_moment_after_steps_without_it(sign: int) -> None:
+    param = torch.zeros(3, dtype=torch.float64)
+    optimizer = AdamW([param], lr=LR, maximize=sign < 0)
+
+    def step(ranks: int, size: float, count: int) -> None:
+        optimizer.set_members(ranks)
+        for _ in range(count):
+            param.grad = torch.full_like(param, sign * size)
+            optimizer.step()
+
+    step(4, 100.0, 5)
+    step(1, 1.0, 200)
+    assert "short_avg" not in optimizer.state[param]
+    step(16, 1.0, 1)
+    torch.testing.assert_close(optimizer.state[param]["short_avg"], param.grad)
+
+
+@pytest.mark.parametrize(("own", "saved"), [(8, 4), (8, None), (None, 4)])
+def test_the_number_of_ranks_of_adamw_is_not_loaded(own: int | None, saved: int | None) -> None:
+    params = make_params()
+    optimizers = [AdamW([{"params": params, "ranks": n}], lr=LR) for n in (saved, own)]
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert optimizers[1].param_groups[0]["ranks"] == own
+
+
+def test_a_compiled_step_of_adamw_moves_its_averages_in_each_step() -> None:
+    """Of gradients and numbers of ranks that change."""
+
+    def run(compiles: bool) -> Tensor:
+        params = make_params()
+        optimizer, steps = AdamW(params, lr=LR), list[int]()
+        optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+        if compiles:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        for step in range(10):
+            optimizer.set_members(4 if step < 6 else 8)
+            backward(params, rank=0, step=step)
+            optimizer.step()
+        assert len(steps) == 10
+        return flatten(params)
+
+    assert torch.equal(run(compiles=True), run(compiles=False))
+    assert (run(compiles=False) - flatten(make_params())).abs().max() > LR
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])

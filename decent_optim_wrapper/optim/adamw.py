@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from decent_optim_wrapper.optim.shards import local, local_grad
 
+_STEP: Any = torch.optim.AdamW.step
+
 
 class AdamW(torch.optim.AdamW):
     """AdamW for ranks that average parameters: it has DDP's loss at DDP's learning rate.
@@ -25,10 +27,11 @@ class AdamW(torch.optim.AdamW):
 
     The rest is `torch.optim.AdamW`, and with n = 1 this is torch's optimizer, bit for bit. The
     state has one tensor more for each parameter, ``short_avg``, which is b. If the state of torch's
-    AdamW is loaded, b begins as m. A run may resume with another n.
+    AdamW is loaded, or n was 1 before, b begins as m. A run may resume with another n: `ranks` is
+    not loaded.
 
     Do not use it under DDP, which averages gradients. A GradScaler unscales gradients before the
-    step, also with ``fused=True``.
+    step, also with ``fused=True``. A compiled step runs uncompiled.
 
     Args:
         params: tensors, or parameter groups.
@@ -47,6 +50,11 @@ class AdamW(torch.optim.AdamW):
 
     # An attribute of the class, since torch copies and pickles only the defaults of an instance.
     members: int | None = None
+    # Dynamo runs `_init_group` only while it traces: b would move in the first step only. Torch
+    # adds the hooks of steps to each class again.
+    step = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        _STEP.__wrapped__ if hasattr(_STEP, "hooked") else _STEP
+    )
 
     def __init__(
         self,
@@ -60,20 +68,23 @@ class AdamW(torch.optim.AdamW):
         # Torch's constructor makes the defaults. It has added the groups already.
         self.defaults["ranks"] = ranks
         for group in self.param_groups:
-            self._complete(group)
+            _check(group.setdefault("ranks", ranks), group["betas"][0])
         # The fused kernel would unscale b.
         self._step_supports_amp_scaling = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        own = [group["ranks"] for group in vars(self).get("param_groups", [])]
         super().__setstate__(state)
-        for group in self.param_groups:
-            self._complete(group)
+        for group, ranks in zip(self.param_groups, own, strict=False):
+            group["ranks"] = ranks
+            _check(ranks, group["betas"][0])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; it may have its own `ranks`."""
-        super().add_param_group(param_group)
         if "ranks" in self.defaults:
-            self._complete(self.param_groups[-1])
+            group = {**self.defaults, **param_group}
+            _check(group["ranks"], group["betas"][0])
+        super().add_param_group(param_group)
 
     def set_members(self, count: int) -> None:
         """Set n for the groups whose `ranks` is None.
@@ -82,17 +93,6 @@ class AdamW(torch.optim.AdamW):
             count: number of ranks that average parameters.
         """
         self.members = count
-
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group its `ranks`, and check it."""
-        ranks, beta1 = group.setdefault("ranks", self.defaults["ranks"]), group["betas"][0]
-        if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-            raise ValueError(f"ranks must be a whole number above 0, or None, got {ranks!r}")
-        if ranks != 1 and (isinstance(beta1, Tensor) or not beta1):
-            raise ValueError(
-                f"betas[0] must be a number above 0 unless ranks is 1, got {beta1}; without a "
-                f"first moment, use torch.optim.AdamW"
-            )
 
     def _init_group(
         self,
@@ -108,6 +108,9 @@ class AdamW(torch.optim.AdamW):
         ranks = group["ranks"] or self.members or world_size
         if ranks > 1 and params:
             grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
+        elif ranks == 1:
+            for param in params:
+                self.state[param].pop("short_avg", None)
         return result
 
     def _short_averages(
@@ -118,6 +121,9 @@ class AdamW(torch.optim.AdamW):
         for state in states:
             if "short_avg" not in state:
                 state["short_avg"] = state["exp_avg"].clone(memory_format=torch.preserve_format)
+                # Of torch's moments, which follow -g.
+                if group["maximize"]:
+                    state["short_avg"].neg_()
         grads = [local_grad(param) for param in params]
         shorts = [local(state["short_avg"]) for state in states]
         steps = [state["step"] for state in states]
@@ -141,3 +147,14 @@ class AdamW(torch.optim.AdamW):
         read = [state["short_avg"] for state in states]
         # Autograd needs the b of this step, which the next one moves.
         return [short.clone() for short in read] if group["differentiable"] else read
+
+
+def _check(ranks: Any, beta1: float | Tensor) -> None:
+    """Check the n and the β1 of a group."""
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise ValueError(f"ranks must be a whole number above 0, or None, got {ranks!r}")
+    if ranks != 1 and (isinstance(beta1, Tensor) or not beta1):
+        raise ValueError(
+            f"betas[0] must be a number above 0 unless ranks is 1, got {beta1}; without a first "
+            f"moment, use torch.optim.AdamW"
+        )
