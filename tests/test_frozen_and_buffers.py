@@ -405,3 +405,23 @@ def test_a_buffer_that_was_replaced_in_inference_mode_is_averaged() -> None:
         return found
 
     assert run_threads(2, main) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("overlap", ["forward", True])
+def test_a_frozen_parameter_that_was_replaced_is_averaged(overlap: Any) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+        student, teacher = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        model = nn.ModuleList([student, teacher])
+        base = sgd(student.parameters())
+        optimizer = wrap([], group, base, model=model, overlap=overlap)
+        loaded = {"weight": torch.full((2, 2), float(rank)), "bias": torch.zeros(2)}
+        teacher.load_state_dict(loaded, assign=True)
+        teacher.requires_grad_(False)
+        student(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with optimizer.averaged():
+            found: list[float] = teacher.weight.flatten().tolist()
+        assert teacher.weight.tolist() == [[rank] * 2] * 2
+        return found
+
+    assert run_threads(2, main) == [[0.5] * 4] * 2

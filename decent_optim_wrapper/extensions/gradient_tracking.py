@@ -96,7 +96,8 @@ class GradientTracking(Extension):
     With m a running mean of the rank's gradients g, ``y = m + c``, ``c <- c + 0.3 (W_t y - y)``,
     and the base reads g + c (after DSGT, Pu and Nedic 2018, and Momentum Tracking, Takezawa et al.
     2022). Torch's Adam, AdamW, Adamax and RAdam use y as their first moment, subclasses of them do
-    not. Tracking doubles the bytes sent, and costs two copies of the parameters and the buffers for y. Clip before `step()`.
+    not. Tracking doubles the bytes sent, and costs two copies of the parameters and the buffers for
+    y. Clip before `step()`.
     """
 
     name = "gradient_tracking"

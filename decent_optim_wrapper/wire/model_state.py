@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +53,16 @@ class ModelState:
 
     def __init__(self, named: Sequence[Named], model: nn.Module | None) -> None:
         modules = [] if model is None else [*model.modules()]
-        registries = [registry for m in modules for registry in (m._parameters, m._buffers)]
-        places = {id(t): (registry, key) for registry in registries for key, t in registry.items()}
-        self._rows = [(n, *places.get(id(n.tensor), ({"": n.tensor}, ""))) for n in named]
+        places = {
+            id(tensor): (module, kind, key)
+            for module, kind in product(modules, ("_parameters", "_buffers"))
+            for key, tensor in getattr(module, kind).items()
+        }
+        # By the attribute of the module: `ForwardHooks` puts another dict there.
+        self._rows: list[tuple[Named, Any, str, str]] = [
+            (n, *places.get(id(n.tensor), (SimpleNamespace(own={"": n.tensor}), "own", "")))
+            for n in named
+        ]
 
     def on_all_ranks(self, transport: Transport, source: int = 0) -> list[Named]:
         """The tensors that all ranks have, by name, shape and dtype, in the order of `source`.
@@ -90,7 +99,8 @@ class ModelState:
         for named, ranks in rows:
             groups.setdefault(ranks, []).append(named.tensor)
         planned = [(b, ranks) for ranks, each in groups.items() for b in plan_buckets(each, layout)]
-        present = [(registry, key, registry.get(key)) for _, registry, key in self._rows]
+        found = [(getattr(module, kind), key) for _, module, kind, key in self._rows]
+        present = [(registry, key, registry.get(key)) for registry, key in found]
         places = [(*each, each[-1].shape) for each in present if each[-1] is not None]
 
         def put_back() -> None:
@@ -103,8 +113,8 @@ class ModelState:
 
     def _now(self) -> list[Named]:
         found = []
-        for named, registry, key in self._rows:
-            if (tensor := registry.get(key)) is None:
+        for named, module, kind, key in self._rows:
+            if (tensor := (registry := getattr(module, kind)).get(key)) is None:
                 continue
             if tensor.is_inference():
                 # It could not be changed outside of inference mode.
