@@ -506,11 +506,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         with self._coordinator.propagating(RuntimeError):
             return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, same_round: bool = False) -> Tensor:
         """Stack a small tensor from each of the `members`; collective.
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.
+            same_round: whether no rank has made a step since the last collective call between
+                steps. Then no parameters change, also with `AsItArrives`.
 
         Returns:
             Tensor of shape ``(world_size, *tensor.shape)`` on the CPU, in the order of `members`.
@@ -520,7 +522,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             PeerError: a rank did not answer.
         """
-        return self._coordinator.all_gather(tensor)
+        return self._coordinator.all_gather(tensor, same_round)
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Register a function that is called after each step of this rank.

@@ -25,7 +25,7 @@ from restartable_processes import RestartableProcesses, wrap_elastic
 from torch import Tensor
 from warning_texts import warned_texts
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, PeerError, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints, sets, whole_file
 from decent_optim_wrapper.checkpoint.saved_set import SavedSet
 
@@ -603,3 +603,35 @@ def test_nobody_is_given_up_while_a_rank_writes_for_longer_than_the_timeout(
     run_threads(WORLD, save)
     assert slow == [file_of(tmp_path, 3, rank=1)]
     assert files(tmp_path) == sets_of(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_nothing_is_mixed_into_values_that_are_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where ranks that wait for others take part in rounds."""
+    write = whole_file.write
+
+    def write_slowly(path: Path, *args: Any) -> Any:
+        if "rank_1" in path.name:
+            time.sleep(1.0)
+        return write(path, *args)
+
+    def save(rank: int, group: dist.ProcessGroup) -> Tensor:
+        options: Any = {"overlap": AsItArrives(), "schedule": Schedule(mixing_rate=0.2)}
+        run = start(group, tmp_path, seed=rank, sync_at_start=False, **options)
+        assert len(run.optimizer.buckets) > 1
+        run.advance(rank, range(2), every=9)
+        run.optimizer.synchronize()
+        before = flatten(run.params)
+        run.save(2)
+        return before
+
+    monkeypatch.setattr(whole_file, "write", write_slowly)
+    own = run_threads(WORLD, save)
+    files = [torch.load(file_of(tmp_path, 2, rank)) for rank in range(WORLD)]
+    saved = [flatten(file["model"]) for file in files]
+    assert (own[0] - own[1]).abs().max() > 1e-3
+    torch.testing.assert_close(sum(saved), sum(own))
+    monkeypatch.undo()
+    assert not torch.equal(*saved)

@@ -46,17 +46,21 @@ class SavingRanks:
             return [self.own]
         return [name for name in saved.digests if name.shard == self.own.shard]
 
-    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+    def gather(self, *numbers: int, same_round: bool = False) -> list[tuple[int, ...]]:
         """The numbers of every rank, in the order of `names`; collective.
+
+        Args:
+            numbers: of this rank.
+            same_round: as in `DecentOptimWrapper.all_gather`.
 
         Raises:
             PeerError: a rank did not answer.
         """
-        answers = self._optimizer.all_gather(torch.tensor(numbers, device="cpu"))
+        answers = self._optimizer.all_gather(torch.tensor(numbers, device="cpu"), same_round)
         return [tuple(row) for row in answers.tolist()]
 
     def together(self, action: Callable[[], Result]) -> tuple[Result, str]:
-        """Run an action on every rank, which may take any time; collective.
+        """Run an action on every rank, which may take any time; collective, and after `gather`.
 
         Meanwhile the ranks meet again and again, so that none waits for another one longer than its
         timeout.
@@ -77,7 +81,8 @@ class SavingRanks:
                 with suppress(TimeoutError):
                     wait_for_any([future], _TOUCH_SECONDS)
                 state = 0 if not future.done() else 2 if future.exception() else 1
-                states = self.gather(state)
+                # Nothing is mixed into values that are being written.
+                states = self.gather(state, same_round=True)
         except Exception:
             # Values must not change while they are being written.
             future.result()

@@ -261,24 +261,29 @@ class Coordinator:
             self.announce(call)
             return action()
 
-    def announce(self, call: CollectiveCall) -> None:
+    def announce(self, call: CollectiveCall, same_round: bool = False) -> None:
         """Check that the ranks of the next round's group are in the same method as this one.
+
+        Args:
+            call: the method.
+            same_round: whether all ranks are known to be at the same round.
 
         Raises:
             CallOrderError: a rank is in another method.
             PeerError: a rank does not answer.
         """
-        self._reach_same_round(call)
+        if not same_round:
+            self._reach_same_round(call)
         rounds = self.rounds
         # The group that this rank meets next, even if it is idle now.
         plan = rounds.session.schedule.next_plan(rounds.count, rounds.mixing_rate)
         rounds.announce(call, plan).receive()
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, same_round: bool = False) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
         self.rounds.session.transport.check_open()
         with self.propagating():
-            self.announce(CollectiveCall.ALL_GATHER)
+            self.announce(CollectiveCall.ALL_GATHER, same_round)
             gathered = tensor
             # The transport that stacks last makes the first dimension of the result.
             for transport in reversed(self.transports):
