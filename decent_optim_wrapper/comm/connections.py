@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Closure(NamedTuple):
     broken: bool
 
 
+@dataclass(eq=False, repr=False)
 class Connections:
     """A communicator of all ranks, which pairs share, and one of each larger group that mixes.
 
@@ -56,30 +58,22 @@ class Connections:
             lost a peer or comes back, so that all members meet again. `never` if they do not.
     """
 
-    def __init__(
-        self,
-        world: Any | None,
-        rank: int,
-        members: tuple[int, ...],
-        timeout: timedelta,
-        store: Any | None = None,
-        *,
-        user_group: Any | None = None,
-        should_stop: Callable[[], bool] = never,
-    ) -> None:
-        self.rank = rank
-        self.members = members
-        self.world_size = len(members)
+    world: Any | None
+    rank: int
+    members: tuple[int, ...]
+    timeout: timedelta
+    store: Any | None = None
+    user_group: Any | None = None
+    should_stop: Callable[[], bool] = never
+
+    def __post_init__(self) -> None:
+        self.world_size = len(self.members)
         # The number of this rank at the start.
-        self.initial_rank = members[rank]
-        self._timeout = timeout
-        self._should_stop = should_stop
+        self.initial_rank = self.members[self.rank]
         # The world that can be used now. Small messages are sent on the CPU: a world without a
         # backend for it is replaced on first use.
+        world = self.world
         self._ready = world if world is not None and serves(world, CPU) else None
-        self._world = world
-        self._store = store
-        self._user_group = user_group
         self._subgroups: dict[tuple[int, ...], Any] = {}
         # The groups of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
@@ -87,7 +81,7 @@ class Connections:
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
         self._backend = "" if world is None else exchange_backend(world).name()
-        self._reports = FailureReports(store, members[rank])
+        self._reports = FailureReports(self.store, self.initial_rank)
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
         after_fork(self._leave_to_parent)
@@ -96,7 +90,7 @@ class Connections:
 
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
-        is_users = self._world is self._user_group and self._store is not None
+        is_users = self.world is self.user_group and self.store is not None
         is_known = self._backend == "gloo" or nccl.is_nccl(self._backend)
         if is_users and is_known and self.world_size > 1:
             # With gloo, a wait that times out would close the connections of the user's process
@@ -105,7 +99,7 @@ class Connections:
         self._groups = tuple({group.ranks: group for group in groups}.values())
         for group in groups:
             if group.size == self.world_size:
-                self._subgroups[group.ranks] = self._world
+                self._subgroups[group.ranks] = self.world
             elif group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new(group.ranks)
 
@@ -119,7 +113,7 @@ class Connections:
         Args:
             steps: the longest time from the launch of a round to its mixing.
         """
-        timeout = (1 + steps) * min(self._timeout, LONGEST_WAIT)
+        timeout = (1 + steps) * min(self.timeout, LONGEST_WAIT)
         nccl.set_timeout(self._made, timeout)
 
     def _open_world(self) -> Any:
@@ -182,8 +176,8 @@ class Connections:
 
     def release(self) -> None:
         """Close the communicators made here and release the user's process group."""
-        close(self._release(), self.gpus, self._timeout.total_seconds())
-        self._user_group = self._world = None
+        close(self._release(), self.gpus, self.timeout.total_seconds())
+        self.user_group = self.world = None
 
     def find_lost(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections after a `WireError`, and find out which rank was lost.
@@ -193,7 +187,7 @@ class Connections:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self._should_stop is not never:
+        if self.should_stop is not never:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.close(f"{loss} was lost")
@@ -209,7 +203,7 @@ class Connections:
         return loss.as_error(
             self.initial_rank,
             f"expected all {self.world_size} ranks to take part in a collective within "
-            f"{self._timeout}, but lost {loss} ({error}); {loss.advice}, and call the same methods "
+            f"{self.timeout}, but lost {loss} ({error}); {loss.advice}, and call the same methods "
             f"in the same order everywhere",
         )
 
@@ -226,37 +220,37 @@ class Connections:
     def _leave_to_parent(self) -> None:
         """Drop the connections of the parent in a forked process."""
         reason = "this process was forked and leaves them to its parent: call this in the parent"
-        self._closure, self._should_stop = Closure(reason=reason, broken=True), never
+        self._closure, self.should_stop = Closure(reason=reason, broken=True), never
         self._release()
 
     @property
     def _made(self) -> list[Any]:
         """The communicators made here, each once."""
-        known = {id(group): group for group in (*self._subgroups.values(), self._world)}
-        users = (None, self._user_group)
+        known = {id(group): group for group in (*self._subgroups.values(), self.world)}
+        users = (None, self.user_group)
         return [group for group in known.values() if all(group is not each for each in users)]
 
     def _release(self) -> list[Any]:
         """Forget the communicators made here, and return the only references to them."""
         made = self._made
         self._subgroups.clear()
-        self._world, self._ready = self._user_group, None
+        self.world, self._ready = self.user_group, None
         return made
 
     def _replace_world(self) -> None:
-        self._world = self._ready = self._new(tuple(range(self.world_size)))
+        self.world = self._ready = self._new(tuple(range(self.world_size)))
 
     def _new(self, ranks: tuple[int, ...]) -> Any:
-        if self._store is None:
+        if self.store is None:
             raise ValueError(
                 f"rank {self.rank}: ranks {ranks} need a communicator of their own, and this "
-                f"{type(self._world).__name__} has no store to build it on; wrap it in a "
+                f"{type(self.world).__name__} has no store to build it on; wrap it in a "
                 f"torch.distributed.ProcessGroup, or use a topology of pairs and no timeout"
             )
-        store = PrefixStore("-".join(map(str, ranks)), self._store)
-        place, timeout, stop = ranks.index(self.rank), self._timeout, self._should_stop
+        store = PrefixStore("-".join(map(str, ranks)), self.store)
+        place, timeout, stop = ranks.index(self.rank), self.timeout, self.should_stop
         try:
-            return new_communicator(self._world, store, place, len(ranks), timeout, stop)
+            return new_communicator(self.world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]
             raise PeerError(

@@ -77,8 +77,8 @@ class Transport(Connections):
 
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than `timeout` from now on, and never meet the members again."""
-        self._timeout = min(timeout, self._timeout)
-        self._should_stop = never
+        self.timeout = min(timeout, self.timeout)
+        self.should_stop = never
 
     def begin_on(self, sizes: Mapping[torch.device, int]) -> None:
         """Make the first exchange of every group on GPUs that have made none; collective.
@@ -133,9 +133,9 @@ class Transport(Connections):
             self.check_open()
         pending = works[:]
         works.clear()
-        timeout, start = self._timeout, time.monotonic()
+        timeout, start = self.timeout, time.monotonic()
         try:
-            if self._should_stop is never:
+            if self.should_stop is never:
                 for work in pending:
                     work.wait(timeout)
             else:
@@ -143,7 +143,7 @@ class Transport(Connections):
                 # waits are no way to check here. If the check ends the wait, closing the
                 # connections ends the wait of the thread.
                 seconds = len(pending) * timeout.total_seconds() + _SLACK_SECONDS
-                stop = self._should_stop
+                stop = self.should_stop
                 within(seconds, lambda: [work.wait(timeout) for work in pending], stop)
         except BaseException as error:
             self._give_up(error, silent=time.monotonic() - start >= timeout.total_seconds())
@@ -158,7 +158,7 @@ class Transport(Connections):
         if self._closure is not None:
             self.check_open()
         try:
-            wait_for_any(futures, self._timeout.total_seconds(), self._should_stop)
+            wait_for_any(futures, self.timeout.total_seconds(), self.should_stop)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -186,9 +186,9 @@ class Transport(Connections):
             WireError: the error is a timeout or a failed connection.
         """
         if isinstance(error, TimeoutError):
-            if self._should_stop():
+            if self.should_stop():
                 raise WireError("another rank is dead, has lost a peer, or comes back") from error
-            raise WireError(f"no answer within {self._timeout}", silent=True) from error
+            raise WireError(f"no answer within {self.timeout}", silent=True) from error
         if isinstance(error, RuntimeError) and not (self._closure and self._closure.broken):
             raise WireError(text_of(error), silent) from error
         # The works can no longer be waited for, and their data must not be mixed. A thread that
