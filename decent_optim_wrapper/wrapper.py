@@ -349,14 +349,19 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ValueError: a parameter cannot be exchanged, the ranks' groups differ, or another rank
                 raised any of these errors. No rank has added its group.
         """
-        before = len(named_parameters(self.param_groups))
-        self._base.add_param_group(param_group)
-        parameters = named_parameters(self.param_groups)
-        self._local_update.register(parameters[before:])
+        groups, known = len(self.param_groups), len(named_parameters(self.param_groups))
+
+        def find() -> list[Named]:
+            # Once, also if a rank is lost meanwhile and the others meet again.
+            if len(self.param_groups) == groups:
+                self._base.add_param_group(param_group)
+                self._local_update.register(named_parameters(self.param_groups)[known:])
+            return named_parameters(self.param_groups)
+
         try:
-            self._regroup(parameters, parameters[before:])
+            self._regroup(find, known)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            del self.param_groups[groups:]
             raise
 
     def drop_extension(self, kind: type[Extension]) -> None:
@@ -384,7 +389,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         values are mixed from the next round on. Freezing parameters later changes nothing.
         """
         parameters = named_parameters(self.param_groups)
-        self._regroup(parameters, [])
+        self._regroup(lambda: parameters, len(parameters))
         self._local_update.register(parameters)
 
     def global_avg(self, may_revert: bool = True) -> None:
@@ -703,9 +708,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         with self._step(in_backward) as step, by_bucket(scaling, step.buckets, apply) as update:
             yield lambda bucket: step.advance([bucket], update, bucket)
 
-    def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
-        """Gossip these parameters from the next round on; `late` are the new ones; collective."""
-        add = partial(self._builder.add, self._rounds, parameters, late)
+    def _regroup(self, find: Callable[[], list[Named]], known: int) -> None:
+        """Gossip these parameters from the next round on; collective; see `Builder.add`."""
+        add = partial(self._builder.add, self._rounds, find, known)
         self._coordinator.meet(CollectiveCall.REGROUP, add)
         if self._forward_hooks is not None:
             self._forward_hooks.watch()

@@ -192,6 +192,12 @@ def test_groups_may_be_added_and_taken_out() -> None:
         with pytest.raises(ValueError, match="the ranks disagree"):
             wrapper.add_param_group({"params": make_params()[: 1 + rank]})
         assert len(wrapper.param_groups) == 3
+        # An error of the base on one rank only.
+        added = late if rank else make_params(seed=20)
+        said = "more than one parameter group" if rank else "rank 1 raised ValueError"
+        with pytest.raises(ValueError, match=said):
+            wrapper.add_param_group({"params": added})
+        assert len(wrapper.param_groups) == 3
         assert not torch.equal(flatten(late), flatten(make_params(seed=10)))
         return flatten([*params, *late])
 

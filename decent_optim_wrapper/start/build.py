@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -221,10 +221,15 @@ class Builder:
         # Views exchange their storage in memory order.
         return [f"{each.describe()}, strides {each.tensor.stride()}" for each in named]
 
-    def add(self, rounds: Rounds, parameters: Sequence[Named], late: Sequence[Named]) -> None:
-        """Gossip these parameters from the next round on; `late` are the new ones.
+    def add(self, rounds: Rounds, find: Callable[[], list[Named]], known: int) -> None:
+        """Gossip these parameters from the next round on.
 
         It is collective over all ranks of a mesh.
+
+        Args:
+            rounds: the rounds.
+            find: function that returns all parameters; the ranks share its errors.
+            known: number of those that are not new, which come first.
 
         Raises:
             TypeError: a parameter cannot be exchanged.
@@ -233,11 +238,12 @@ class Builder:
         """
         transport = rounds.session.transport
         with self.sharing.propagating_errors():
+            parameters = find()
             check_parameters(parameters, (), self.replica, self.settings)
         compare(self.sharing, transport, self._common, self._lines_of(parameters))
         self.replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
-        if self.settings.sync_at_start and late:
+        if self.settings.sync_at_start and (late := parameters[known:]):
             self._broadcast(in_agreed_order(late, self._layout), transport)
         self._plan(rounds, parameters)
 
