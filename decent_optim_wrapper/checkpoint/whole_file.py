@@ -51,7 +51,11 @@ def write(path: Path, fill: Callable[[BinaryIO], object], part: Path) -> str:
         raise
     # A name is on the disk only if its folder is.
     for folder in (path.parent, path.parent.parent):
-        _sync_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     # Older files are removed once this one is known to be whole.
     check(path, digest)
     return digest
@@ -101,11 +105,3 @@ def _serialize(state: Any, file: BinaryIO) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

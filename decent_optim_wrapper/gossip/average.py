@@ -12,6 +12,7 @@ from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Replica
+from decent_optim_wrapper.optim.shards import on_cpu
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.model_state import Averaged
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
@@ -96,7 +97,7 @@ class WorldAverage:
         # Another number of threads may sum in another order.
         away = [(norms_of(b) - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
         same = [each.any().logical_not() for each in away]
-        if _total(same) < len(same):
+        if on_cpu(same).sum() < len(same):
             raise RuntimeError(
                 f"rank {self._rounds.session.transport.initial_rank}: revert_global_avg() "
                 f"expects the average in place, but weights were swapped or changed since; call it "
@@ -190,16 +191,9 @@ def finite_shares(
 
 def _square(pairs: Iterable[tuple[Bucket, Tensor, Tensor]], replica: Replica) -> Tensor:
     """The squared distance of two vectors, given bucket by bucket, over a whole replica."""
-    square = _total([(a.double() - b.double()).square().sum() / at.copies for at, a, b in pairs])
+    square = on_cpu((a.double() - b).square().sum() / at.copies for at, a, b in pairs).sum()
     replica.sum_(square)
     return square
-
-
-def _total(squares: Sequence[Tensor]) -> Tensor:
-    """Their sum on the CPU, in their order; a GPU is read once."""
-    if not squares:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.stack([each.to(squares[0].device) for each in squares]).cpu().sum()
 
 
 def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None = None) -> Flat:

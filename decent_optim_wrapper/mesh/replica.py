@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.optim.shards import local, local_grad
+from decent_optim_wrapper.optim.shards import local, local_grad, on_cpu
 
 # What torch.compile and activation checkpointing add to the names of parameters.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
@@ -178,11 +178,11 @@ class Replica:
         """
         parts = [(local_grad(p), self.copies(p)) for p in params if p.grad is not None]
         if norm_type == torch.inf:
-            total: Tensor = _on_cpu(g.abs().max().double() for g, _ in parts if g.numel()).max()
+            total: Tensor = on_cpu(g.abs().max().double() for g, _ in parts if g.numel()).max()
             for transport in self.transports:
                 total = transport.all_gather(total).max()
             return total
-        total = _on_cpu(_norm(g, norm_type).pow(norm_type) / copies for g, copies in parts).sum()
+        total = on_cpu(_norm(g, norm_type).pow(norm_type) / copies for g, copies in parts).sum()
         self.sum_(total)
         return total.pow(1 / norm_type)
 
@@ -192,12 +192,3 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
     dtype = torch.promote_types(grad.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm.double()
-
-
-def _on_cpu(numbers: Iterable[Tensor]) -> Tensor:
-    """A vector of zero and these numbers; waits once for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for number in numbers:
-        by_device.setdefault(number.device, []).append(number)
-    fetched = [torch.stack(each).cpu() for each in by_device.values()]
-    return torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *fetched])

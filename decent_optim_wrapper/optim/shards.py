@@ -1,8 +1,9 @@
-"""The local parts of tensors."""
+"""The local parts of tensors, and numbers of several devices."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,3 +47,12 @@ def local_grad(param: Tensor) -> Tensor:
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local(grad)
+
+
+def on_cpu(numbers: Iterable[Tensor]) -> Tensor:
+    """A vector of zero and these numbers; waits once for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for number in numbers:
+        by_device.setdefault(number.device, []).append(number)
+    fetched = [torch.stack(each).cpu() for each in by_device.values()]
+    return torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *fetched])

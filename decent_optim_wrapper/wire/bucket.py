@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import Codec, wide
+from decent_optim_wrapper.codecs import Codec, is_finite_on_device, wide
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of, saving
 from decent_optim_wrapper.wire.storage import Flat, aligned, move_together, new_vector
@@ -295,10 +295,7 @@ class Bucket:
         Returns:
             bool tensor of shape () on their device, without a read by the host.
         """
-        tensors = [tensor for tensor in self._tensors() if tensor.numel()]
-        if not tensors:
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        return (torch.stack(torch._foreach_norm(tensors, torch.inf)) < torch.inf).all()
+        return torch.stack([*map(is_finite_on_device, self._tensors())]).all()
 
     @property
     def stamps(self) -> tuple[int, ...]:
