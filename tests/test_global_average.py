@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +15,6 @@ from ranks import run_threads
 from torch import Tensor
 
 from decent_optim_wrapper import CallOrderError
-from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip import average as world_average
-from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.storage import Flat
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -148,39 +142,3 @@ def test_weights_that_were_swapped_in_and_out_around_an_average_are_not_overwrit
         assert not torch.equal(average, own)
 
     run_threads(2, main)
-
-
-@pytest.mark.parametrize("may_repeat", [True, False])
-def test_an_average_that_may_be_repeated_begins_again_from_the_ranks_own_values(
-    may_repeat: bool,
-) -> None:
-    average, calls, whole = world_average.average, Counter[int](), world_average.WorldAverage.apply
-
-    def fail_in_the_second_bucket(bucket: Bucket, transport: Transport, *shares: Any) -> Flat:
-        calls[transport.rank] += 1
-        if calls[transport.rank] == 2:
-            # Of an error that all ranks raise, the connections stay open.
-            raise ValueError("lost")
-        return average(bucket, transport, *shares)
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, sync_at_start=False)
-        assert len(optimizer.buckets) > 1
-        own = flatten(params)
-        with pytest.raises(ValueError, match="lost"):
-            optimizer.global_avg(may_revert=False)
-        assert torch.equal(flatten(params), own) == may_repeat
-        optimizer.global_avg(may_revert=False)
-        expected = torch.stack([flatten(make_params(seed)) for seed in range(2)]).mean(0)
-        torch.testing.assert_close(flatten(params), expected)
-        assert not torch.equal(flatten(params), own)
-
-    def apply(self: world_average.WorldAverage, may_revert: bool, **_: bool) -> None:
-        whole(self, may_revert, may_repeat)
-
-    with (
-        mock.patch.object(world_average, "average", fail_in_the_second_bucket),
-        mock.patch.object(world_average.WorldAverage, "apply", apply),
-    ):
-        run_threads(2, main)

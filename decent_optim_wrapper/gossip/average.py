@@ -42,14 +42,12 @@ class WorldAverage:
         # The norms of the averaged parameters, by bucket.
         self._norms: list[Tensor] = []
 
-    def apply(self, may_revert: bool, may_repeat: bool = True) -> None:
+    def apply(self, may_revert: bool) -> None:
         """Replace this rank's values by the average; collective.
 
         Args:
             may_revert: keep a snapshot of this rank's values; if an average is in place already, of
                 the values before the first one.
-            may_repeat: restore this rank's values after an error, since the call is repeated if a
-                rank was lost. It takes a snapshot, too, for the caller to free.
         """
         if not may_revert:
             self.keep()
@@ -62,7 +60,7 @@ class WorldAverage:
         finite = finite_shares(params, transport, nonfinite, where, "parameters", self._replica)
         self._further = self._extra(transport)
         rows = [*zip(params, finite, strict=True), *self._further.buckets]
-        if may_revert or may_repeat:
+        if may_revert:
             self.snapshot = [(bucket, bucket.copy()) for bucket, _ in rows]
         try:
             for bucket, shares in rows:

@@ -228,8 +228,7 @@ class Coordinator:
         self._begin_call()
         if self.rounds.policy.pacing.synchronous:
             self.with_recovery(self._await_round)
-        apply = partial(self.average.apply, may_revert, may_repeat=self.members is not None)
-        self.meet(CollectiveCall.GLOBAL_AVG, apply)
+        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
             self.keep_average()
 
