@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
-from decent_optim_wrapper.codecs import Int4Codec, TopKCodec
+from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
 from decent_optim_wrapper.optim.gradients import params_of
 
@@ -59,7 +59,7 @@ def train_model(
         named("added", "unfrozen"),
         VIEWS,
         {"delayed": True, "forward": "forward"},
-        {"topk": TopKCodec(16), "int8": torch.int8, "int4": Int4Codec()},
+        {"topk": TopKCodec(16), "int8": torch.int8},
     ),
 )
 def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(

@@ -293,11 +293,7 @@ def _read_references(coordinator: Coordinator, saved: dict[str, Any]) -> dict[st
         if len(kept) != len(params):
             # Parameters were frozen or unfrozen since, on all ranks: references start again.
             return {}
-        # A state of an earlier version says nothing of it.
-        begun = reference.get("begun", [0] * len(params))
         found[group] = SavedReference(
-            coded_rounds=index(reference["coded_rounds"]),
-            values=_by_param(params, kept),
-            begun={p: index(each) for p, each in zip(params, begun, strict=True) if each},
+            coded_rounds=index(reference["coded_rounds"]), values=_by_param(params, kept)
         )
     return found

@@ -35,18 +35,12 @@ class SavedReference(NamedTuple):
     """The saved references of one group.
 
     Args:
-        coded_rounds: number of coded rounds since the references were zero; counted from 3 if they
-            began as the parameters.
+        coded_rounds: as in `GroupReference`.
         values: the references by parameter.
-        begun: this number when the reference of a parameter was zero; if it is missing, 0.
     """
 
-    coded_rounds: int = 0
-    values: Mapping[Tensor, Tensor] = {}
-    begun: Mapping[Tensor, int] = {}
-
-
-FROM_ZERO = SavedReference()
+    coded_rounds: int
+    values: dict[Tensor, Tensor]
 
 
 class GroupReference:
@@ -55,25 +49,21 @@ class GroupReference:
     Args:
         size: number of its ranks.
         is_used: whether there are any; otherwise the values themselves are coded.
-        saved: with which counts they begin; the values are filled in later.
+        coded_rounds: number of coded rounds since the references were zero; counted from 3 if they
+            began as the parameters.
     """
 
-    def __init__(self, size: int, is_used: bool, saved: SavedReference = FROM_ZERO) -> None:
+    def __init__(self, size: int, is_used: bool, coded_rounds: int = 0) -> None:
         self._size = size
         self._is_used = is_used
         # Ranks with different numbers would decode wrong values.
-        self.coded_rounds = saved.coded_rounds
+        self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
         # The members that start at zero, until the next launch, and then the number of coded rounds
         # at that launch: it is the same on all ranks then, and only then. By member, as buckets may
         # be replaced meanwhile.
         self._fresh: set[Tensor] = set()
-        self._begun = dict(saved.begun)
-
-    def begun(self, params: Sequence[Tensor]) -> list[int]:
-        """The number of coded rounds when the reference of each parameter was zero."""
-        later = self._begun | dict.fromkeys(self._fresh, self.coded_rounds)
-        return [later.get(param, 0) for param in params]
+        self._begun: dict[Tensor, int] = {}
 
     def is_far(self, bucket: Bucket) -> bool:
         """Whether a part of the reference was zero a few rounds ago; called at each launch."""
@@ -162,7 +152,6 @@ class References:
             _name(ranks, members): {
                 "coded_rounds": group.coded_rounds,
                 "values": group.values(params),
-                "begun": group.begun(params),
             }
             for ranks, group in sorted(self.groups.items())
         }
@@ -179,9 +168,9 @@ class References:
             members: as in `state`.
         """
         for ranks in self.groups:
-            found = saved.get(_name(ranks, members), FROM_ZERO)
+            found = saved.get(_name(ranks, members), SavedReference(0, {}))
             values = {param: as_real(value) for param, value in found.values.items()}
-            group = GroupReference(len(ranks), self.are_used, found)
+            group = GroupReference(len(ranks), self.are_used, found.coded_rounds)
             group.fill(buckets, values)
             self.groups[ranks] = group
 
@@ -190,8 +179,7 @@ class References:
         """Start from the parameters, which are the same on all ranks now."""
         params = {member: as_real(member) for bucket in buckets for member in bucket.members}
         for ranks in self.groups:
-            started = SavedReference(coded_rounds=_ROUNDS_FROM_ZERO)
-            self.groups[ranks] = GroupReference(len(ranks), self.are_used, started)
+            self.groups[ranks] = GroupReference(len(ranks), self.are_used, _ROUNDS_FROM_ZERO)
             self.groups[ranks].fill(buckets, params)
 
     @torch.no_grad()
