@@ -346,15 +346,23 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Raises:
             TypeError: a parameter cannot be exchanged. No rank has added its group.
-            ValueError: a parameter cannot be exchanged, the ranks' groups differ, or another rank
-                raised any of these errors. No rank has added its group.
+            ValueError: a parameter cannot be exchanged, the ranks' groups differ, the base raised
+                an error of another kind, or another rank raised any of these errors. No rank has
+                added its group. With `elastic` the other ranks are not told of an error, and wait
+                for `timeout`.
         """
         groups, known = len(self.param_groups), len(named_parameters(self.param_groups))
 
         def find() -> list[Named]:
             # Once, also if a rank is lost meanwhile and the others meet again.
             if len(self.param_groups) == groups:
-                self._base.add_param_group(param_group)
+                try:
+                    self._base.add_param_group(param_group)
+                except (TypeError, ValueError):
+                    raise
+                except Exception as error:
+                    # An error of another kind would close the connections.
+                    raise ValueError(f"{type(error).__name__}: {error}") from error
                 self._local_update.register(named_parameters(self.param_groups)[known:])
             return named_parameters(self.param_groups)
 
@@ -516,8 +524,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.
-            same_round: whether no rank has made a step since the last collective call between
-                steps. Then no parameters change, also with `AsItArrives`.
+            same_round: whether no rank has made a step or loaded a state since the last collective
+                call between steps. Then no parameters change, also with `AsItArrives`.
 
         Returns:
             Tensor of shape ``(world_size, *tensor.shape)`` on the CPU, in the order of `members`.

@@ -12,6 +12,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,7 +198,13 @@ def test_groups_may_be_added_and_taken_out() -> None:
         said = "more than one parameter group" if rank else "rank 1 raised ValueError"
         with pytest.raises(ValueError, match=said):
             wrapper.add_param_group({"params": added})
+        with (
+            mock.patch.object(base, "add_param_group", side_effect=NotImplementedError("no")),
+            pytest.raises(ValueError, match="NotImplementedError: no"),
+        ):
+            wrapper.add_param_group({"params": make_params(seed=20)})
         assert len(wrapper.param_groups) == 3
+        wrapper.step()
         assert not torch.equal(flatten(late), flatten(make_params(seed=10)))
         return flatten([*params, *late])
 

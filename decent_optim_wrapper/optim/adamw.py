@@ -108,9 +108,8 @@ class AdamW(torch.optim.AdamW):
         ranks = group["ranks"] or self.members or world_size
         if ranks > 1 and params:
             grads[:] = self._short_averages(group, params, (ranks - 1) / (ranks + 1))
-        elif ranks == 1:
-            for param in params:
-                self.state[param].pop("short_avg", None)
+        for param in params if ranks == 1 else ():
+            self.state[param].pop("short_avg", None)
         return result
 
     def _short_averages(
