@@ -304,10 +304,14 @@ def test_ranks_that_agree_are_not_thrown_apart_where_references_start_at_zero(ca
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
 
 
-def test_parameters_that_are_added_later_are_not_thrown_apart() -> None:
+@pytest.mark.parametrize("resumed_after", [None, 0, 1, 2])
+def test_parameters_that_are_added_later_are_not_thrown_apart(resumed_after: int | None) -> None:
+    """Nor if the run is saved and resumed soon afterwards."""
+
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params, (late, noise) = make_params(seed=0), map(make_params, (7, 8 + rank))
-        optimizer = wrap(params, group, CASES["complete"], 0.0, comm_dtype=INT4, sync_at_start=True)
+        make = partial(wrap, lr=0.0, comm_dtype=INT4, sync_at_start=True)
+        optimizer = make(params, group, CASES["complete"])
         take_rounds(optimizer, 4)
         # One joins a bucket of others, which is replaced before a round has begun.
         optimizer.add_param_group({"params": late[4:]})
@@ -315,7 +319,12 @@ def test_parameters_that_are_added_later_are_not_thrown_apart() -> None:
         for param, change in zip(late, noise, strict=True):
             param.data.add_(change.data, alpha=1e-3)
         rows = [flatten(late)]
-        for _ in range(10):
+        for number in range(10):
+            if number == resumed_after:
+                saved = copy.deepcopy(optimizer.state_dict())
+                groups: Any = [{"params": each} for each in (params, late[4:], late[:4])]
+                optimizer = make(groups, group, CASES["complete"], sync_at_start=False)
+                optimizer.load_state_dict(saved)
             take_rounds(optimizer, 1)
             rows.append(flatten(late))
         return torch.stack(rows)

@@ -100,14 +100,14 @@ class FailureReports:
         """Note that this rank itself failed; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
         note = json.dumps([self._rank, text, isinstance(error, CallOrderError)])
-        self._try(lambda store: store.claim("error", note))
+        self._try(lambda store: store.compare_set("error", "", note))
 
     def note(self, suspects: Sequence[int]) -> None:
         """Note the ranks that may be lost, before the connections are closed; none at the end.
 
         Only the first note counts: a rank that ends may then lose others.
         """
-        self._try(lambda store: store.claim(_key(self._rank), json.dumps(list(suspects))))
+        self._try(lambda store: store.compare_set(_key(self._rank), "", json.dumps([*suspects])))
 
     def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:
         """Find the lost rank: one of the suspects, or one that their notes name.

@@ -175,12 +175,11 @@ class BoundedStore:
         except ValueError as error:
             raise DistStoreError(f"it has no number under {key!r}") from error
 
-    def claim(self, key: str, value: str) -> None:
-        """Write a value if the key has none yet."""
-        self.compare_set(key, "", value)
-
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Write a value if the key has the expected one; return the value of the key after that."""
+        """Write a value if the key has the expected one; return the value of the key after that.
+
+        "" expects a key without a value.
+        """
         return as_text(self._call(lambda store: store.compare_set(key, expected, desired)))
 
     def another(self, timeout: timedelta) -> BoundedStore:

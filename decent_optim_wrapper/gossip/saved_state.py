@@ -48,7 +48,8 @@ def gossip_state(coordinator: Coordinator) -> dict[str, Any]:
         state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _with_references(coordinator):
         session = rounds.session
-        state["references"] = session.references.state(params, session.transport.members)
+        members, buckets = session.transport.members, coordinator.rounds.buckets
+        state["references"] = session.references.state(params, members, buckets)
     if plan := saved_plan(rounds.buckets, coordinator.params):
         state["plan"] = plan
     return state

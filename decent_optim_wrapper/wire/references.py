@@ -74,6 +74,15 @@ class GroupReference:
         begun = max(self._begun.get(each, 0) for each in bucket.members) if self._begun else 0
         return self.coded_rounds - begun < _ROUNDS_FROM_ZERO
 
+    def _is_new(self, bucket: Bucket) -> bool:
+        """Whether a part was added to the bucket, and rounds only move its reference so far."""
+        codec = bucket.codec(self._size)
+        if codec is None or not (codec.is_coarse and uses_reference(bucket, self._size)):
+            return False
+        begun = max(self._begun.get(each, 0) for each in bucket.members)
+        is_far = begun > 0 and self.coded_rounds - begun < _ROUNDS_FROM_ZERO
+        return is_far or bucket not in self._vectors or not self._fresh.isdisjoint(bucket.members)
+
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
         if not (self._is_used and uses_reference(bucket, self._size)):
@@ -95,6 +104,11 @@ class GroupReference:
         values = [torch.zeros_like(param, dtype=wide(param.dtype)) for param in params]
         _copy(self.parts(), dict(zip(params, map(as_real, values), strict=True)))
         return values
+
+    def saved(self, params: Sequence[Tensor], buckets: Sequence[Bucket]) -> dict[str, Any]:
+        """The state for a checkpoint, which begins at zero while a part of a bucket is new."""
+        source = GroupReference(self._size, False) if any(map(self._is_new, buckets)) else self
+        return {"coded_rounds": source.coded_rounds, "values": source.values(params)}
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
@@ -141,20 +155,18 @@ class References:
         self.groups = {ranks: GroupReference(len(ranks), self.are_used) for ranks in groups}
 
     @torch.no_grad()
-    def state(self, params: Sequence[Tensor], members: Sequence[int]) -> dict[str, Any]:
+    def state(
+        self, params: Sequence[Tensor], members: Sequence[int], buckets: Sequence[Bucket]
+    ) -> dict[str, Any]:
         """The state for a checkpoint, by group.
 
         Args:
             params: the parameters that have references.
             members: the ranks of the session, as numbered at the start.
+            buckets: the buckets of the parameters.
         """
-        return {
-            _name(ranks, members): {
-                "coded_rounds": group.coded_rounds,
-                "values": group.values(params),
-            }
-            for ranks, group in sorted(self.groups.items())
-        }
+        groups = sorted(self.groups.items())
+        return {_name(ranks, members): group.saved(params, buckets) for ranks, group in groups}
 
     @torch.no_grad()
     def load(

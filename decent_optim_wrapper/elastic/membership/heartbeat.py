@@ -112,8 +112,8 @@ class Heartbeat:
     def watch(self, members: Collection[int], epoch: int) -> None:
         """Watch the members of an epoch, all of which are known to be alive."""
         # Every key that is looked at must exist: a store waits for a missing key.
-        self._store.claim(_dead_key(epoch), "[]")
-        self._store.claim(request_key(epoch + 1), _NOBODY)
+        self._store.compare_set(_dead_key(epoch), "", "[]")
+        self._store.compare_set(request_key(epoch + 1), "", _NOBODY)
         self._watch = EpochWatch(epoch, self.rank, members, self._looks)
 
     def alive(self, rank: int) -> bool:

@@ -115,7 +115,7 @@ class Rendezvous:
         while part.check([_members_key(epoch)]):
             epoch += 1
         failure = {"rank": rank, "life": life, "error": f"{type(error).__name__}: {error}"}
-        part.claim(_members_key(epoch), json.dumps(failure))
+        part.compare_set(_members_key(epoch), "", json.dumps(failure))
 
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
@@ -262,7 +262,7 @@ class Rendezvous:
                 # The members may have been written meanwhile.
                 continue
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
-                self._store.claim(_members_key(epoch), json.dumps(present))
+                self._store.compare_set(_members_key(epoch), "", json.dumps(present))
             elif late and needs_state:
                 notes = self._notes(epoch, self._present(epoch))
                 starting = {rank for rank, note in notes.items() if note.needs_state}
