@@ -234,11 +234,5 @@ def _xor_pair(block: range, rank: int, t: int) -> Group:
 
 @cache
 def _prime_factors(n: int) -> tuple[int, ...]:
-    factors = []
-    divisor = 2
-    while divisor * divisor <= n:
-        while n % divisor == 0:
-            factors.append(divisor)
-            n //= divisor
-        divisor += 1
-    return (*factors, n) if n > 1 else tuple(factors)
+    smallest = next((each for each in range(2, math.isqrt(n) + 1) if n % each == 0), n)
+    return (smallest, *_prime_factors(n // smallest)) if n > 1 else ()
