@@ -55,9 +55,7 @@ class Group:
 
     @property
     def copies_sent(self) -> float:
-        """Copies of the parameters that a member sends; 1 in a pair, otherwise 2 (m - 1) / m."""
-        if self.size <= 2:
-            return float(self.size - 1)
+        """Copies of the parameters that a member sends: 2 (m - 1) / m, which is 1 in a pair."""
         return 2 * (self.size - 1) / self.size
 
 

@@ -54,7 +54,7 @@ class OnePeerExponential(Topology):
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
         """Powers of two."""
-        return is_power_of_two(world_size)
+        return world_size.bit_count() == 1
 
     def phase_count(self) -> int:
         """One phase per bit of the rank."""
@@ -81,7 +81,7 @@ class AlternatingExponentialRing(Topology):
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
         """2, 4, 8, ... nodes."""
         nodes, rest = divmod(world_size, local_world_size)
-        return rest == 0 and nodes > 1 and is_power_of_two(nodes)
+        return rest == 0 and nodes > 1 and nodes.bit_count() == 1
 
     def phase_count(self) -> int:
         """Two phases per bit of the node's number."""
@@ -102,8 +102,3 @@ class AlternatingExponentialRing(Topology):
     @property
     def _nodes(self) -> int:
         return self._world_size // self._local_world_size
-
-
-def is_power_of_two(number: int) -> bool:
-    """Return whether `number` is 1, 2, 4, 8, ..."""
-    return number & (number - 1) == 0
