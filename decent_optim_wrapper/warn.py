@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from types import FrameType
 
 # Between the user's line and this package: a scheduler's step, a backward pass, a training loop.
 _LIBRARIES = {
@@ -24,10 +23,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         category: the class of the warning.
     """
     level, frame = 2, sys._getframe(1)
-    while _in_library(frame) and frame.f_back is not None:
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-def _in_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
