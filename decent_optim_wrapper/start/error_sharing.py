@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -149,9 +150,10 @@ class ErrorSharing:
         if are_fixed or self.membership or isinstance(error, PeerError):
             # Or they have met there already, or the store itself does not answer.
             return
-        found, elastic = self.elasticity, self.elasticity or Elasticity.default()
-        # If `elastic` is the wrong argument, the others may be in the process group's store.
-        world = self.world if found else resolve_world(replace(meeting, elastic=elastic))
+        # If `elastic` is the wrong argument, the others have probably passed an `Elastic`, which is
+        # loaded only now, and may be in the process group's store.
+        elastic = self.elasticity or resolve_name("decent_optim_wrapper:Elastic")()
+        world = self.world if self.elasticity else resolve_world(replace(meeting, elastic=elastic))
         elastic.tell_failure(world, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:

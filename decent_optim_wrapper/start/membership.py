@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pkgutil import resolve_name
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -126,11 +125,6 @@ class Elasticity(ABC):
 
     # Where the ranks meet; None takes the store of the process group, else the launcher's.
     store: Any
-
-    @staticmethod
-    def default() -> Elasticity:
-        """What the other ranks probably have: found by name, and loaded only now."""
-        return cast(Elasticity, resolve_name("decent_optim_wrapper:Elastic")())
 
     @abstractmethod
     def describe(self) -> str:
