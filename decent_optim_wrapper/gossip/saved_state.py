@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from operator import index
 from typing import Any, Literal
 
@@ -107,10 +106,9 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
         A new dict; `state` itself if it has the same order, or no names, or other ones.
     """
     saved = state.get("param_groups", ())
-    pairs = (
-        zip(group.get("param_names", ()), group.get("params", ()), strict=False) for group in saved
-    )
-    numbers = dict(chain.from_iterable(pairs))
+    numbers: dict[str, Any] = {}
+    for group in saved:
+        numbers |= zip(group.get("param_names", ()), group.get("params", ()), strict=False)
     order = [numbers.get(name) for group in groups for name in group.get("param_names", ())]
     places = {number: place for place, number in enumerate(order)}
     counted = range(sum(len(group["params"]) for group in groups))

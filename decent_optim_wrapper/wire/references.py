@@ -99,16 +99,13 @@ class GroupReference:
             parts |= _parts(bucket, vector)
         return parts
 
-    def values(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the references of these parameters, with their shapes."""
-        values = [torch.zeros_like(param, dtype=wide(param.dtype)) for param in params]
-        _copy(self.parts(), dict(zip(params, map(as_real, values), strict=True)))
-        return values
-
     def saved(self, params: Sequence[Tensor], buckets: Sequence[Bucket]) -> dict[str, Any]:
         """The state for a checkpoint, which begins at zero while a part of a bucket is new."""
         source = GroupReference(self._size, False) if any(map(self._is_new, buckets)) else self
-        return {"coded_rounds": source.coded_rounds, "values": source.values(params)}
+        # Copies, in the shapes of the parameters.
+        values = [torch.zeros_like(param, dtype=wide(param.dtype)) for param in params]
+        _copy(source.parts(), dict(zip(params, map(as_real, values), strict=True)))
+        return {"coded_rounds": source.coded_rounds, "values": values}
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
