@@ -53,10 +53,10 @@ class Layout(NamedTuple):
             return self.cap_mb * MIB
         return min(max(total / _BUCKETS, MIB), _LARGEST_MB * MIB)
 
-    def places(self, tensors: Iterable[Tensor]) -> list[int]:
-        """The position of each tensor in the order; the others come last."""
+    def places(self) -> Callable[[Tensor], int]:
+        """The function that returns the place of a tensor in the order; others come last."""
         places = {id(tensor): place for place, tensor in enumerate(self.order())}
-        return [places.get(id(tensor), len(places)) for tensor in tensors]
+        return lambda tensor: places.get(id(tensor), len(places))
 
 
 def kind_of(tensor: Tensor, layout: Layout) -> tuple[torch.device, torch.dtype, Any, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
 
 def in_agreed_order(named: Sequence[Named], layout: Layout) -> list[Named]:
     """Sort tensors into the layout's order, in which all ranks have the same names."""
-    places = layout.places(each.tensor for each in named)
-    return [each for _, each in sorted(zip(places, named, strict=True), key=itemgetter(0))]
+    place_of = layout.places()
+    return sorted(named, key=lambda each: place_of(each.tensor))
 
 
 def saved_plan(buckets: Sequence[Bucket], params: Sequence[Tensor]) -> list[list[int]] | None:
@@ -119,8 +118,7 @@ def _fill(
     cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, all_tensors or listed)))
     filled: list[list[Tensor]] = []
     open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
-    placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
-    for _, tensor in placed:
+    for tensor in sorted(listed, key=layout.places()):
         kind = kind_of(tensor, layout)
         # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
         nbytes = largest_shard_bytes(tensor)
