@@ -48,7 +48,8 @@ class ForwardHooks:
 
     def __init__(self, model: nn.Module, announce: Announce, settle: Callable[[], None]) -> None:
         is_fake = any(isinstance(param, FakeTensor) for param in model.parameters())
-        self._announce = announce if is_fake else partial(_with_real_tensors, announce)
+        # Outside of the mode in which torch.export calls modules with fake tensors.
+        self._announce = announce if is_fake else unset_fake_temporarily()(announce)
         self._root, self._settle = model, settle
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
         # The parameters of each module, by its id. Not as they are when it
@@ -268,9 +269,3 @@ class _Hook:
         # Nothing can be left out of the table of hooks that is copied or written to a file. This
         # takes any arguments, returns None, and is found where this library is not installed.
         return getattr, (nullcontext(), "__exit__")
-
-
-def _with_real_tensors(announce: Announce, params: Iterable[Tensor] | None) -> None:
-    """Announce outside of the mode in which torch.export calls modules with fake tensors."""
-    with unset_fake_temporarily():
-        announce(params)
