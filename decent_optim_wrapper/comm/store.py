@@ -10,8 +10,8 @@ import json
 import operator
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -83,13 +83,24 @@ def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
         part = PrefixStore("decent_optim_wrapper", cloned(store))
         return PrefixStore(str(part.add(f"made by {rank}", 1)), part)
 
-    try:
+    with store_errors(rank, "the process group's store", "look at the process that serves it"):
         return within(timeout.total_seconds(), connect)
-    except (TimeoutError, DistError) as error:
-        raise PeerError(
-            f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
-            f"the process that serves it"
-        ) from error
+
+
+@contextmanager
+def store_errors(rank: int, store: str, remedy: str) -> Iterator[None]:
+    """Raise a `PeerError` if a store does not answer in the body.
+
+    Args:
+        rank: this rank.
+        store: which store it is.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except (DistError, TimeoutError) as error:
+        text = f"rank {rank}: {store} does not answer ({text_of(error)}); {remedy}"
+        raise PeerError(text) from error
 
 
 def late_ranks(store: Any, rank: int, world_size: int) -> list[int]:

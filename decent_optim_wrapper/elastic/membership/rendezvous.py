@@ -17,13 +17,12 @@ import json
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn
 
 from loguru import logger
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
@@ -35,6 +34,7 @@ from decent_optim_wrapper.comm.store import (
     as_text,
     rank_list,
     read_json,
+    store_errors,
     warn_of,
 )
 from decent_optim_wrapper.comm.transport import Transport
@@ -418,12 +418,6 @@ def _note_key(epoch: int, rank: int) -> str:
     return f"{epoch}/note/{rank}"
 
 
-@contextmanager
-def _store_errors(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except (DistError, TimeoutError) as error:
-        raise PeerError(
-            f"rank {rank}: the store in which the ranks agree does not answer ({text_of(error)}); "
-            f"keep it in a process that outlives the ranks, and check the link to it"
-        ) from error
+def _store_errors(rank: int) -> AbstractContextManager[None]:
+    remedy = "keep it in a process that outlives the ranks, and check the link to it"
+    return store_errors(rank, "the store in which the ranks agree", remedy)

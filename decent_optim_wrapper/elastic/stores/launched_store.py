@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
 
+from decent_optim_wrapper.comm.store import store_errors
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.stores.etcd_store import EtcdStore, read_endpoint
-from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.start.launch import find_launch, use_interface
 from decent_optim_wrapper.start.membership import StoreWorld
 
@@ -109,13 +108,9 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
         host, port = launch.master_addr, launch.master_port
         where, remedy = f"the launcher's store at {host}:{port}", "look at the launcher of node 0"
         connect = partial(TCPStore, host, int(port), is_master=False, timeout=bound)
-    try:
+    with store_errors(launch.rank, where, remedy):
         # On another thread: Ctrl-C does not end a call of C++.
         store = within(bound.total_seconds(), connect)
-    except (TimeoutError, DistError) as error:
-        raise PeerError(
-            f"rank {launch.rank}: {where} does not answer ({text_of(error)}); {remedy}"
-        ) from error
     return StoreWorld(store=store, rank=launch.rank, world_size=launch.world_size)
 
 
