@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from problem import backward, make_params
+from problem import backward, flatten, make_params, take_drawn_steps
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -28,10 +31,13 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     Late,
     NonFiniteError,
+    PeerError,
     Schedule,
     StateAverage,
 )
 from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.gossip import average
+from decent_optim_wrapper.gossip.average import WorldAverage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -155,6 +161,76 @@ def test_ranks_come_back_in_averages_and_a_callback_that_raises_leaves_none_in_p
         for round in common:
             # Both made the same calls, with the same members.
             assert life.averages[round] == pytest.approx(lives[0].averages[round], abs=1e-12)
+
+
+def end_after_a_bucket() -> None:
+    """End this process in its next average, between two buckets."""
+    exits = mock.Mock(side_effect=lambda *_: os._exit(1))
+    parts: Iterator[Callable[..., Any]] = itertools.chain([average.average], [exits])
+    average.average = lambda *args: next(parts)(*args)
+
+
+def fail_at_the_end(rank: int) -> None:
+    """Lose the last message of the next average; rank 2 ends."""
+    apply = WorldAverage.apply
+
+    def patched(self: WorldAverage, may_revert: bool) -> None:
+        WorldAverage.apply = apply  # type: ignore[method-assign]
+        apply(self, True)
+        if rank == 2:
+            os._exit(1)
+        self.revert()
+        raise PeerError("no last message")
+
+    WorldAverage.apply = patched  # type: ignore[method-assign]
+
+
+def lose_a_rank_in_an_average(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Report,
+    may_revert: bool,
+    one_is_done: bool,
+    **options: Any,
+) -> tuple[list[float], list[float]]:
+    """Average while rank 2 ends in it; return the own values before and the average."""
+    params = make_params(seed=rank)
+    optimizer = wrap_elastic(params, rank, world_size, store, [], topology="greedy", **options)
+    assert len(optimizer.buckets) > 2
+    take_drawn_steps(optimizer, params, rank, range(3))
+    optimizer.synchronize()
+    with torch.no_grad():
+        torch._foreach_add_(params, rank)
+    own = flatten(params)
+    if one_is_done and rank:
+        # Rank 0 has averaged everything, and rank 1 has not heard the end of it.
+        fail_at_the_end(rank)
+    elif rank == 2:
+        end_after_a_bucket()
+    optimizer.global_avg(may_revert)
+    assert optimizer.members == (0, 1)
+    seen = flatten(params)
+    if may_revert:
+        optimizer.revert_global_avg()
+        own = flatten(params)
+    return own.tolist(), seen.tolist()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "may_revert", "one_is_done"),
+    [(True, False, False), (True, True, True), (AsItArrives(), True, True), (True, False, True)],
+    ids=repr,
+)
+def test_if_a_rank_is_lost_in_an_average_the_others_average_their_own_values(
+    overlap: Any, may_revert: bool, one_is_done: bool
+) -> None:
+    options = {"overlap": overlap, "may_revert": may_revert, "one_is_done": one_is_done}
+    with RestartableProcesses(3, lose_a_rank_in_an_average, **options) as processes:
+        rows = torch.tensor(processes.results(0, 1), dtype=torch.float64)
+    own, seen = rows.unbind(1)
+    assert not torch.equal(own[0], own[1])
+    torch.testing.assert_close(seen, own.mean(0).expand_as(seen), rtol=0, atol=1e-12)
 
 
 def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> None:

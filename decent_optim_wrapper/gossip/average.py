@@ -49,9 +49,7 @@ class WorldAverage:
             may_revert: keep a snapshot of this rank's values; if an average is in place already, of
                 the values before the first one.
         """
-        if not may_revert:
-            self.keep()
-        elif self.snapshot is not None:
+        if self.snapshot is not None:
             # Tensors may have been added since, and the snapshot must contain them, too.
             self.revert()
         self._replica.reshard()

@@ -171,6 +171,10 @@ class Recovery:
         except PeerError as error:
             self._gather_again(error, acted)
             acted = acted and self.epoch.calls_made > self._calls_made
+            average = self._coordinator.average
+            if call is CollectiveCall.GLOBAL_AVG and average.snapshot is not None and not acted:
+                # Also where it is complete: some ranks have none, and all average their own values.
+                average.revert()
         self._calls_made += acted
         return acted
 
