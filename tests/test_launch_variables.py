@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_processes
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, utils
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, utils
 from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.start.launch import find_launch, init_distributed
@@ -202,6 +202,39 @@ def test_a_process_that_comes_back_to_elastic_ranks_cannot_enter_their_group(
     else:
         init_distributed("gloo")
     assert len(calls) == 2 - restarts
+
+
+def come_back_after_a_process_group(rank: int) -> list[str]:
+    """Train with elastic in a process group, and enter it again as after a restart."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port)}
+    os.environ.update(
+        variables("torchrun", 0, 1, 0, 1, TORCHELASTIC_USE_AGENT_STORE="True"), **where
+    )
+    init_distributed("gloo")
+    param = torch.ones(1, requires_grad=True)
+    optimizer = DecentOptimWrapper(torch.optim.SGD([param], lr=0.1), elastic=Elastic())
+    param.grad = torch.ones(1)
+    optimizer.step()
+    assert param.item() < 1
+    del optimizer
+    dist.destroy_process_group()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    texts = []
+    for environ in ({}, {"TORCHELASTIC_MAX_RESTARTS": "1"}):
+        os.environ.update(environ)
+        try:
+            init_distributed("gloo")
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.slow
+def test_nor_if_the_others_have_met_in_the_store_of_their_group() -> None:
+    """torchrun starts all ranks again, which meet in a new group."""
+    ((text,),) = run_processes(1, come_back_after_a_process_group)
+    assert "run with elastic, whose process group it cannot enter" in text
 
 
 def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, int]]:

@@ -294,8 +294,12 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
     if restarts == "0":
         return {}
     if is_launchers:
-        whole = TCPStore(*place, is_master=False)
-        if private(whole).check([HAVE_MET]):
+        stores = [TCPStore(*place, is_master=False)]
+        if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
+            # The launcher starts this rank alone again. The others may have met in the store of
+            # the process group that all entered at first; this is what torch calls it.
+            stores.append(PrefixStore("default_pg/0/", stores[0]))
+        if any(private(each).check([HAVE_MET]) for each in stores):
             raise RuntimeError(
                 f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
                 f"group it cannot enter; leave init_distributed() out of the script, and let "
