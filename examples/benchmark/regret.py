@@ -416,10 +416,10 @@ def write(path: Path) -> None:
                     cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in ALL_RATIOS]
                     where = point.ranks, int(bool(point.varying)), point.optimizer
                     base, _, noise = of.base.partition(", noise")
-                    if noise:
-                        base = (
-                            OWN_ADAMW if base == "AdamW" else f"{base}, the rest with {OWN_ADAMW}"
-                        )
+                    if base == "AdamW":
+                        base = OWN_ADAMW if noise else "torch.optim.AdamW"
+                    elif noise:
+                        base += f", the rest with {OWN_ADAMW}"
                     figures = f"{of.rate:.3g}", f"{of.steps:.3f}"
                     writer.writerow([settings, *where, base, *figures, *cells])
 

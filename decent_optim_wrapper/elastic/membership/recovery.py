@@ -220,7 +220,10 @@ class Recovery:
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
-        logger.warning("rank {}: {}", self.rendezvous.rank, reason)
+        own = f"rank {self.rendezvous.rank}: "
+        # Without what to do about it, which happens now.
+        what = str(reason).removeprefix(own).partition("; ")[0]
+        logger.warning("{}{}; the ranks that are left gather", own, what)
         follower = self._follower()
         self._note = Note(
             round=self._coordinator.rounds.count,
