@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import socket
 import sys
@@ -151,6 +152,7 @@ REFUSED = {
     f"{EXAMPLE} --stpe 3": "unrecognized arguments: --stpe 3",
     "run --nnodes 2 train.py": "--nnodes 2 needs --endpoint host:port",
     "run --nnodes 2 --node-rank 2 x.py": "--node-rank must be below 2",
+    "run --backoff nan -m train": "--backoff must be 0 seconds or more, got nan",
     "run --endpoint 29500 x.py": "host:port, with a port from 1 to 65535, got '29500'",
     "run --nproc-per-node 0 train.py": "--nproc-per-node must be at least 1, got 0",
     "run --nproc-per-node all train.py": "nproc_per_node value: all",
@@ -219,6 +221,12 @@ def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> N
     (tmp_path / "script.py").write_text(f"{BUSY}; {MODULE}")
     job = "--parameters", "10M", "--ranks", "4", "--bandwidth", "1gbit", "--step", "0.4"
     assert "int4" in run_script("script.py", "plan", *job, cwd=tmp_path, seconds=40)
+
+
+def test_comm_says_what_the_ranks_cannot_start_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2"})
+    with pytest.raises(RuntimeError, match=r"expected the variable RANK"):
+        main(["comm"])
 
 
 @pytest.mark.slow

@@ -230,7 +230,9 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
         for each in ranks:
             each.start(1)
             each.watch(range(8), epoch=1)
+            each.say(f"steps of {each.rank}")
         left = [*range(8)]
+        await_(lambda: all(ranks[0].heard(there) == f"steps of {there}" for there in left))
         # Ranks 4 and 5 watched the first of them.
         for lost in (6, 5):
             left.remove(lost)
@@ -246,10 +248,14 @@ def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked:
                 return not any(ranks[here].alive(lost) for here in left)
 
             await_(all_know)
+            # What it has said last does not get lost with it.
+            assert ranks[0].heard(lost) == f"steps of {lost}"
             assert all(ranks[here].alive(there) for here in left for there in left)
         ranks[0].watch(left, epoch=2)
         assert not ranks[0].is_over()
         second.start(2)
+        # Before it says something itself.
+        assert ranks[0].heard(3) == "steps of 3"
         # The launcher tells of the end of a later process.
         part.set(beat_key(2), ENDED)
         await_(lambda: ranks[2].is_replaced and ranks[3].is_replaced)

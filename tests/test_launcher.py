@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper import EtcdStore
+from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
 from decent_optim_wrapper.elastic.launcher.output import Output
 from decent_optim_wrapper.elastic.stores.launched_store import find_launched_store
 
@@ -191,6 +193,24 @@ def test_output_that_a_console_does_not_take_is_forgotten_in_the_end() -> None:
     assert output.keep()
     assert os.fstat(output.file.fileno()).st_blocks * 512 < 2 * MIB
     assert not said
+
+
+def test_what_is_written_by_the_name_of_a_stream_is_not_overwritten() -> None:
+    """As by a FileHandler("/dev/stderr")."""
+    output = Output(0, os.memfd_create("shown"), Path("nowhere"), keeps_all=False, say=print)
+    number = output.file.fileno()
+    os.write(number, b"first\n")
+    with Path(f"/proc/self/fd/{number}").open("ab") as by_name:
+        by_name.write(b"second\n")
+    os.write(number, b"third\n")
+    assert os.pread(number, 100, 0) == b"first\nsecond\nthird\n"
+
+
+def test_the_pause_before_a_restart_has_a_limit() -> None:
+    options = LaunchOptions(command=("-m", "train"), backoff=0.5)
+    restarts = 1, 2, 7, 8, 1025, 5000
+    assert [*map(options.pause_before, restarts)] == [0.5, 1, 32, 60, 60, 60]
+    assert replace(options, backoff=0.0).pause_before(5000) == 0
 
 
 def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
@@ -432,6 +452,20 @@ def test_only_this_machine_reaches_the_store_and_gloo_of_one_node(
         with socket.socket() as probe:
             failure = probe.connect_ex(("127.0.0.2", int(environ["MASTER_PORT"])))
         assert (failure == 0) == is_open
+        end(launcher, WELL, 0, 1)
+        assert launcher.end() == 0
+
+
+def in_another_run(command: Sequence[str]) -> int:
+    """Run our launcher where the store of another run is in the environment."""
+    os.environ["DECENT_STORE"] = "etcd://127.0.0.1:1/another-run"
+    return ours(command)
+
+
+def test_standalone_ranks_meet_in_no_store_of_the_environment(tmp_path: Path) -> None:
+    with Launched(tmp_path, OBEDIENT, "--standalone", *TWO, launcher=in_another_run) as launcher:
+        store_of(launcher, 0).set("key", "value")
+        assert store_of(launcher, 1).get("key") == b"value"
         end(launcher, WELL, 0, 1)
         assert launcher.end() == 0
 

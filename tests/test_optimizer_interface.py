@@ -54,6 +54,24 @@ def test_the_signatures_are_torchs_and_the_positional_arguments_decent_dps() -> 
     ]
 
 
+def test_tensors_of_all_dtypes_and_shapes_are_gathered() -> None:
+    ones = torch.ones(3, 2)
+    tensors = [
+        *(ones.t(), torch.ones(2, requires_grad=True), torch.zeros(0, 3), torch.tensor(True)),
+        *(ones.to(dtype) for dtype in (torch.int16, torch.complex64, torch.float8_e4m3fn)),
+    ]
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        wrapper = wrap(make_params(), group, topology="ring")
+        for tensor in tensors:
+            gathered = wrapper.all_gather(tensor if rank else torch.zeros_like(tensor))
+            assert not gathered.requires_grad
+            assert torch.equal(gathered, torch.stack([torch.zeros_like(tensor), tensor.detach()]))
+        take_steps(wrapper, wrapper.param_groups[0]["params"], rank, range(2))
+
+    run_threads(2, main)
+
+
 def test_what_is_read_from_the_wrapper_is_the_bases_also_after_loading() -> None:
     params = make_params()
     wrapper = wrap(params, topology="ring")

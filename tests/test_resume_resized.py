@@ -313,7 +313,11 @@ def test_the_command_writes_the_averaged_model(
             expected = torch.stack([each[name] for each in models]).mean(0)
             torch.testing.assert_close(mean[name], expected, rtol=0, atol=1e-15)
     assert (mean["0.weight"] - models[0]["0.weight"]).abs().max() > 1e-2
+    with pytest.raises(SystemExit):
+        command(["average", str(run), "--out", str(out.parent)])
+    assert "Is a directory" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["model.pt"]
+    assert {*tmp_path.iterdir()} == {run, out.parent}
 
 
 @pytest.mark.filterwarnings("ignore:.*set_of_2.sha256 cannot be used")

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from decent_optim_wrapper.checkpoint.averaging import Averaging, map_file
 from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, marked_sets, read_set
-from decent_optim_wrapper.checkpoint.whole_file import part_of
+from decent_optim_wrapper.checkpoint.whole_file import write_state
 from decent_optim_wrapper.warn import warn
 
 
@@ -35,10 +33,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     paths = {name.rank: saved.folder / str(name) for name in saved.digests}
     states = {rank: _part(map_file(path), part, path) for rank, path in paths.items()}
     average = Averaging(files=paths).of(states, min(states))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # The name must never stand for half a file.
-    torch.save(average, written := part_of(out))
-    written.replace(out)
+    write_state(out, average)
     return saved.step, len(paths)
 
 

@@ -339,11 +339,14 @@ class Transport(Connections):
         Returns:
             Tensor of shape (world_size, *tensor.shape), on the CPU.
         """
-        tensor = tensor.cpu()
+        tensor = tensor.detach().cpu()
         rows = tensor.new_empty(self.world_size, *tensor.shape)
         rows[self.rank] = tensor
         if self.world_size > 1:
-            self._collective(tensor, lambda world: world.allgather([list(rows)], [tensor]))
+            # As bytes: gloo knows few dtypes.
+            parts = [row.view(-1).view(torch.uint8) for row in rows]
+            own = parts[self.rank].clone()
+            self._collective(own, lambda world: world.allgather([parts], [own]))
         return rows
 
     def _collective(self, tensor: Tensor, start: Callable[[Any], Waitable]) -> None:

@@ -292,7 +292,7 @@ class Coordinator:
             # The transport that stacks last makes the first dimension of the result.
             for transport in reversed(self.transports):
                 gathered = transport.all_gather(gathered)
-        return gathered.reshape(-1, *tensor.shape)
+        return gathered.flatten(0, len(self.transports) - 1)
 
     def _reach_same_round(self, call: CollectiveCall) -> None:
         """Bring all ranks to the same round if they may be at different ones.

@@ -44,8 +44,9 @@ def run(mib: float, repeats: int) -> str | None:
             f"more (`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`), "
             f"got {mib=}, {repeats=}, {ranks=}"
         )
+    device = init_distributed().device
     try:
-        return _measure(mib, repeats, init_distributed().device)
+        return _measure(mib, repeats, device)
     finally:
         dist.destroy_process_group()
 

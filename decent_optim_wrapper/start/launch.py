@@ -92,8 +92,8 @@ def init_distributed(
     If torchrun restarts the ranks of one node, they use other keys of its store than before. On
     several nodes launch with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
 
-    An existing process group is only described. If it is a group of NCCL, the current CUDA device
-    is set.
+    An existing process group is only described; if it has several ranks, a launcher's variables say
+    which of them share a node. If it is a group of NCCL, the current CUDA device is set.
 
     Args:
         backend: None takes nccl if this process sees a CUDA device for every rank of its node, else
@@ -294,7 +294,7 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
     if restarts == "0":
         return {}
     if is_launchers:
-        stores = [TCPStore(*place, is_master=False)]
+        stores: list[Any] = [TCPStore(*place, is_master=False)]
         if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
             # The launcher starts this rank alone again. The others may have met in the store of
             # the process group that all entered at first; this is what torch calls it.

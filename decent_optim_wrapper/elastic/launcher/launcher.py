@@ -132,5 +132,7 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
         "TORCHELASTIC_RUN_ID": f"{host}:{port}" if options.endpoint else uuid.uuid4().hex,
         # Rank 0 is a client of the store, too.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # With --standalone the ranks must not meet in another store either.
+        STORE_VARIABLE: "",
     }
     return environ, connect

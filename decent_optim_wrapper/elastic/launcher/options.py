@@ -19,6 +19,7 @@ from decent_optim_wrapper.elastic.stores.launched_store import EXAMPLE, STORE_VA
 _MEET = "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--master-addr", "--master-port"
 _IN_PLACE_OF = dict.fromkeys(_MEET, "--endpoint HOST:PORT, or --store")
 _IN_PLACE_OF |= dict.fromkeys(("--redirects", "-r", "--tee", "-t"), "--log-dir")
+_LONGEST_BACKOFF = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,13 @@ class LaunchOptions:
             raise ValueError(f"--nnodes {self.nnodes} needs --endpoint host:port, a port of node 0")
         if self.command[0] != "-m" and not Path(self.command[0]).exists():
             raise ValueError(f"there is no script {self.command[0]!r} in {Path.cwd()}")
+        if not self.backoff >= 0:
+            raise ValueError(f"--backoff must be 0 seconds or more, got {self.backoff}")
+
+    def pause_before(self, restart: int) -> float:
+        """Seconds from the death of a rank to this restart, counted from 1."""
+        # A float has no room for more doublings.
+        return min(self.backoff * 2.0 ** min(restart - 1, 60), _LONGEST_BACKOFF)
 
 
 class _Refuse(argparse.Action):
@@ -89,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spare", action="store_true", help="keep a process with torch for a rank that dies")
     add("--endpoint", metavar="HOST:PORT", help="node 0 and a free port there, on all nodes")
     text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
-    add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
+    add("--store", default=os.environ.get(STORE_VARIABLE) or None, metavar="URL", help=text)
     add("--standalone", dest="store", action="store_const", const=None, help="without etcd")
     text = f"network interface of all connections, such as wg0; ${interfaces.VARIABLE} by default"
     add("--interface", default=os.environ.get(interfaces.VARIABLE), metavar="NAME", help=text)

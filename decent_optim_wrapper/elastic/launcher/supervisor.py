@@ -18,7 +18,6 @@ from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
 from decent_optim_wrapper.elastic.membership.rendezvous import mark_end
 
 _POLL_SECONDS = 0.05
-_LONGEST_BACKOFF = 60.0
 # The signals that end the launch, and seconds until the remaining ranks are killed. On SIGTERM they
 # may save something: torchrun, Slurm and Kubernetes wait as long by default.
 ENDING = {signal.SIGINT: 4.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
@@ -85,7 +84,7 @@ class Supervisor:
 
     def _start_again(self) -> None:
         for rank, (code, died) in list(self._due.items()):
-            backoff = min(self.options.backoff * 2 ** (rank.starts - 1), _LONGEST_BACKOFF)
+            backoff = self.options.pause_before(rank.starts)
             reason = self._reason or self.nodes.why_no_restart()
             if rank.starts > self.options.max_restarts:
                 reason = reason or f"--max-restarts is {self.options.max_restarts}"

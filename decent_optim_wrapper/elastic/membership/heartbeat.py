@@ -65,7 +65,7 @@ class Heartbeat:
         Call it before `start`. If there is none, it takes a second or two, unless the launcher has
         marked the last one as ended.
         """
-        has_ended = self._store.find(beat_key(self.rank)) == ENDED
+        has_ended = (self._store.find(beat_key(self.rank)) or "").startswith(ENDED)
         return not has_ended and self._hears([self.rank], 0, _LOOKS_FOR_OTHERS)
 
     def hears_members(self, ranks: Iterable[int], since: int) -> bool:
@@ -104,7 +104,9 @@ class Heartbeat:
             life: number of this process among those that have had this rank; later ones are higher.
         """
         self._life = life
-        self._sent = str(Beat(life, process=self._process))
+        # What the last process of this rank has said; the others may not have read it yet.
+        self._text = self.heard(self.rank)
+        self._sent = str(Beat(life, process=self._process, text=self._text))
         # At once, since the ranks that watch this one expect a heartbeat.
         self._store.set(beat_key(self.rank), self._sent)
         in_background(self._run)
@@ -177,7 +179,7 @@ class Heartbeat:
             self._stop.wait(self._pause)
         if self._leaves and not self.is_replaced:
             # The heartbeat of a later process of this rank stays.
-            store.compare_set(beat_key(self.rank), self._sent, ENDED)
+            store.compare_set(beat_key(self.rank), self._sent, ENDED + self._text)
 
     def _beat(self, store: BoundedStore, beat: str) -> None:
         """Send one heartbeat, and notice another process that sends them for this rank."""
@@ -185,7 +187,7 @@ class Heartbeat:
         found = store.compare_set(key, self._sent, beat)
         if found != beat:
             # The launcher may have marked the end of the later process.
-            self.is_replaced = Beat.parse(found).life > self._life or found == ENDED
+            self.is_replaced = Beat.parse(found).life > self._life or found.startswith(ENDED)
             if not self.is_replaced:
                 store.set(key, beat)
         self._sent = beat

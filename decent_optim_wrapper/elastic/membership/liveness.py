@@ -84,7 +84,7 @@ class EpochWatch:
         }
         self._beats = dict(beats)
         silent = {rank for rank, looks in self._silent.items() if looks >= self._looks}
-        ended = {rank for rank, beat in beats.items() if beat == ENDED}
+        ended = {rank for rank, beat in beats.items() if beat.startswith(ENDED)}
         self.dead = self.dead.union(silent, ended, listed)
         self.watched = self._choose()
         return not self.dead.issubset(listed)

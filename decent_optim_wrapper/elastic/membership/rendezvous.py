@@ -384,7 +384,7 @@ def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
     while (part := PrefixStore(key_prefix(number), store)).check([_starts_key(rank)]):
         beat = as_text(part.get(key)) if part.check([key]) else ENDED
         if Beat.parse(beat).process == process_name(pid):
-            part.compare_set(key, beat, ENDED)
+            part.compare_set(key, beat, ENDED + Beat.parse(beat).text)
         number += 1
 
 
