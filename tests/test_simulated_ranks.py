@@ -228,13 +228,23 @@ def test_one_fragment_that_arrives_at_once_is_diloco(monkeypatch: pytest.MonkeyP
 def test_the_tables_of_the_page_show_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
     results = time_to_loss.Results(time_to_loss.RESULTS)
-    for table in (time_to_loss.table(results, time_to_loss.SEEDS), *regret.tables().values()):
+    of_losses = time_to_loss.table(results, time_to_loss.SEEDS), time_to_loss.size_table(results)
+    for table in (*of_losses, *regret.tables().values()):
         assert table in readme
     examples = time_to_loss.RESULTS.parent.parent
     guide = (examples / "guides" / "slow_network.md").read_text()
     for table in (regret.speed_table(regret.Point(4, 0.0, "AdamW")), regret.best_table("AdamW")):
         assert table in guide
     first = (examples.parent / "README.md").read_text()
+
+    def above(ranks: int, optimizer: str, size: str = "0.1M") -> str:
+        row = time_to_loss.Row("ours, complete, int4", ranks, optimizer, size=size)
+        return f"{time_to_loss.above_ddp(results, row):.1f}"
+
+    own = [above(ranks, f"AdamW .999, noise of {ranks}") for ranks in (4, 8, 16)]
+    assert f"ends {own[0]}, {own[1]} and {own[2]} % above it on 4, 8 and 16 ranks" in first
+    assert above(4, "AdamW .999, noise of 4", "1.5M") == "0.0"
+    assert f"and {above(4, 'AdamW, noise of 4', '1.5M')} % more with (0.9, 0.95)" in first
     for name, method in {
         "DDP": "DDP",
         "`DecentOptimWrapper(base, model=model)`": "the wrapper",

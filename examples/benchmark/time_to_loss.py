@@ -182,6 +182,10 @@ FAR = (
     *("ours, delayed, top-k", "ours, 2 steps late, top-k", "ours, every 2 steps, top-k"),
     "ours, top-k 4",
 )
+FAR_MUON = (
+    *("ours, top-k", "ours, delayed, top-k", "ours, 2 steps late, top-k"),
+    "ours, complete, 2 steps late, int4",
+)
 FAR_PEERS = "DiLoCo 100", "SparseLoCo 8", "SparseLoCo 30"
 # Optimizer, ranks, the exponent of the first learning rate, and names of METHODS.
 ROWS = [
@@ -210,6 +214,8 @@ ROWS = [
         *(("SGD", ranks, 9, ("ours, complete, int4",)) for ranks in (4, 8, 16)),
         ("Muon", 4, 2, ("DDP", "DiLoCo 8", "DiLoCo 30")),
         ("Muon", 4, 3, ("PostLocalSGD 8", *PAIRS, "ours, int4")),
+        ("Muon", 4, 2, ("DiLoCo 30, int8", "Streaming DiLoCo 30, int4")),
+        ("Muon, noise of 4", 4, 3, FAR_MUON),
         ("Muon", 8, 4, ("ours",)),
         ("Muon", 16, 4, ("ours", "ours, int8", "ours, groups of 4, int8")),
         *(
@@ -437,6 +443,40 @@ def table(results: Results, seeds: Sequence[int]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
+def above_ddp(results: Results, row: Row) -> float | None:
+    """How far a row ends above DDP, in percent; None if it was not measured.
+
+    Each counts with the best of the rates that were tried with all seeds, or with the first one.
+    """
+    ddp = row._replace(name="DDP", optimizer=row.optimizer.split(",")[0])
+    for seeds in (SEEDS, SEEDS[:1]):
+        lowest = []
+        for each in (row, ddp):
+            tried = product(METHODS[each.name], EXPONENTS)
+            known = [found for place in tried if (found := results.known(each, *place, seeds))]
+            lowest += [min(map(statistics.mean, known))] if known else []
+        if len(lowest) == 2:
+            return 100 * (lowest[0] / lowest[1] - 1)
+    return None
+
+
+def size_table(results: Results) -> str:
+    """How far rows end above DDP, by the size of the model, on 4 ranks."""
+    lines = [["above DDP", "optimizer", *SIZES]]
+    for name, optimizer in (
+        ("ours, int8", "AdamW"),
+        ("ours, complete, int4", "AdamW"),
+        ("ours, complete, int4", "AdamW, noise of 4"),
+        ("ours, complete, int4", "AdamW .999, noise of 4"),
+        ("DiLoCo 30", "AdamW"),
+    ):
+        found = [above_ddp(results, Row(name, 4, optimizer, size=size)) for size in SIZES]
+        cells = ("-" if above is None else f"{above:.1f} %" for above in found)
+        lines.append([name, optimizer, *cells])
+    first, *others = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([first, "|---" * len(lines[0]) + "|", *others])
+
+
 def spread(values: Sequence[float], digits: int) -> str:
     """Mean and standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
@@ -469,7 +509,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         list(each(partial(measure, *common), rows))
         timed = [row for row in rows if row.gpt == SMALL and args.steps is None]
         list(each(partial(lengthen, *common), timed))
-    print(table(Results(args.results, args.steps), args.seeds))
+    results = Results(args.results, args.steps)
+    print(table(results, args.seeds), size_table(results), sep="\n\n")
 
 
 if __name__ == "__main__":
