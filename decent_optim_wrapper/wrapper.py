@@ -409,7 +409,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Args:
             may_revert: keep a snapshot for `revert_global_avg()`, which is one copy of the
-                parameters.
+                parameters. With ``elastic`` there is one during the call in any case.
 
         Raises:
             NonFiniteError: a rank has NaN or infinity in its parameters, or in a buffer where

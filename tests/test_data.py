@@ -21,7 +21,7 @@ import torch.distributed as dist
 from problem import make_params, take_steps
 from problem import wrap as wrap_params
 from ranks import run_threads
-from restartable_processes import STEP, RestartableProcesses, wrap_elastic
+from restartable_processes import STALE_AFTER, STEP, RestartableProcesses, wrap_elastic
 from torch.utils.data import DataLoader, TensorDataset
 
 from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Schedule
@@ -416,3 +416,41 @@ def test_a_rank_that_goes_on_uses_what_it_has_fetched_and_no_more_twice(tmp_path
     used, expected = Counter(chain.from_iterable(map(json.loads, lines))), dealt(ends[0][2], epochs)
     assert not expected - used, "samples that nobody has used"
     assert 0 < (used - expected).total() <= repeated
+
+
+def train_twice(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> tuple[list[int], int]:
+    """Train for ten steps, and in a second run, which rank 2 leaves before it has a sampler."""
+    is_again = store.add(f"lives of rank {rank}", 1) > 1
+    params = make_params()
+    optimizer = wrap_elastic(params, rank, world_size, store, [], topology="complete")
+    if is_again and rank == 2:
+        # Longer than the pause between two heartbeats.
+        time.sleep(1.5 * STALE_AFTER)
+        os._exit(1)
+    sampler, used = ElasticSampler(90, optimizer, 2), list[int]()
+    while sampler.epoch == 0:
+        for batch in sampler:
+            take_steps(optimizer, params, rank, [optimizer.round])
+            used += batch
+            if not is_again and optimizer.round == 10:
+                # Its heartbeats tell of these steps.
+                time.sleep(1.5 * STALE_AFTER)
+                report("ten steps", None)
+                time.sleep(90)
+    return used, sampler.repeated
+
+
+@pytest.mark.slow
+def test_what_an_earlier_run_in_the_same_store_has_used_is_used_again() -> None:
+    with RestartableProcesses(3, train_twice) as ranks:
+        ranks.all_reach("ten steps")
+        for rank in range(3):
+            ranks.kill(rank)
+        for rank in range(3):
+            ranks.start(rank)
+        ends = ranks.results(0, 1)
+    used = Counter(chain.from_iterable(samples for samples, _ in ends))
+    assert set(used) == set(range(90))
+    assert used.total() - 90 <= ends[0][1]

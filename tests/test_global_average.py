@@ -14,7 +14,7 @@ from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import CallOrderError
+from decent_optim_wrapper import AsItArrives, CallOrderError
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -140,5 +140,28 @@ def test_weights_that_were_swapped_in_and_out_around_an_average_are_not_overwrit
         swap()
         assert torch.equal(flatten(params), own)
         assert not torch.equal(average, own)
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("overlap", [True, AsItArrives()], ids=repr)
+def test_an_average_that_could_not_be_kept_can_still_be_reverted(overlap: Any) -> None:
+    """One rank looks at the distance where the other keeps the average."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, topology="ring", overlap=overlap, sync_at_start=False)
+        take_steps(optimizer, params, rank, range(2))
+        optimizer.synchronize()
+        with torch.no_grad():
+            torch._foreach_add_(params, rank)
+        own = flatten(params)
+        optimizer.global_avg()
+        assert not torch.equal(flatten(params), own)
+        keep = partial(optimizer.global_avg, may_revert=False)
+        with pytest.raises(CallOrderError, match=r"expected rank .* in (global|consensus)_"):
+            (optimizer.consensus_distance if rank else keep)()
+        optimizer.revert_global_avg()
+        assert overlap is not True or torch.equal(flatten(params), own)
 
     run_threads(2, main)

@@ -231,7 +231,7 @@ def come_back_after_a_process_group(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_nor_if_the_others_have_met_in_the_store_of_their_group() -> None:
+def test_a_process_that_comes_back_cannot_enter_a_group_that_elastic_ranks_began_in() -> None:
     """torchrun starts all ranks again, which meet in a new group."""
     ((text,),) = run_processes(1, come_back_after_a_process_group)
     assert "run with elastic, whose process group it cannot enter" in text

@@ -195,17 +195,6 @@ def test_output_that_a_console_does_not_take_is_forgotten_in_the_end() -> None:
     assert not said
 
 
-def test_what_is_written_by_the_name_of_a_stream_is_not_overwritten() -> None:
-    """As by a FileHandler("/dev/stderr")."""
-    output = Output(0, os.memfd_create("shown"), Path("nowhere"), keeps_all=False, say=print)
-    number = output.file.fileno()
-    os.write(number, b"first\n")
-    with Path(f"/proc/self/fd/{number}").open("ab") as by_name:
-        by_name.write(b"second\n")
-    os.write(number, b"third\n")
-    assert os.pread(number, 100, 0) == b"first\nsecond\nthird\n"
-
-
 def test_the_pause_before_a_restart_has_a_limit() -> None:
     options = LaunchOptions(command=("-m", "train"), backoff=0.5)
     restarts = 1, 2, 7, 8, 1025, 5000

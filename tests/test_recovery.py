@@ -174,12 +174,12 @@ def fail_at_the_end(rank: int) -> None:
     """Lose the last message of the next average; rank 2 ends."""
     apply = WorldAverage.apply
 
-    def patched(self: WorldAverage, may_revert: bool) -> None:
+    def patched(self: WorldAverage, may_revert: bool, may_repeat: bool = False) -> None:
         WorldAverage.apply = apply  # type: ignore[method-assign]
-        apply(self, True)
+        apply(self, may_revert, may_repeat)
         if rank == 2:
             os._exit(1)
-        self.revert()
+        self.undo()
         raise PeerError("no last message")
 
     WorldAverage.apply = patched  # type: ignore[method-assign]

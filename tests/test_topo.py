@@ -227,6 +227,13 @@ def test_a_topology_that_does_not_fit_the_ranks_that_are_left_is_replaced() -> N
         assert len(left) <= 8 or max(found.group_of(0, t).size for t in range(found.period)) == 2
 
 
+def test_a_topology_keeps_its_parameters_when_ranks_are_lost() -> None:
+    whole, drawn = Hierarchical(20, 4, inner="complete"), RandomMatching(6, seed=7, period=16)
+    assert repr(fitting(whole, (*range(8), *range(12, 20)))) == repr(whole.resized(16, 4))
+    assert "inner='complete'" in repr(whole.resized(16, 4))
+    assert repr(fitting(drawn, tuple(range(5)))) == repr(RandomMatching(5, seed=7, period=16))
+
+
 # Their groups are all ranks, or their schedules are made as a whole.
 AS_A_WHOLE = ("complete", "greedy", "random")
 

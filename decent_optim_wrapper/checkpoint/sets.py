@@ -108,7 +108,6 @@ class Checkpoints:
         path = folder / str(own)
         digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
         if digest is None:
-            path.unlink(missing_ok=True)
             return
         digests = [bytes(row).hex() for row in self._ranks.gather(*bytes.fromhex(digest))]
         written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,11 +52,13 @@ def write(path: Path, fill: Callable[[BinaryIO], object], part: Path) -> str:
         raise
     # A name is on the disk only if its folder is.
     for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        # Where this user may not list a folder, such as /home, it was there before.
+        with suppress(PermissionError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     # Older files are removed once this one is known to be whole.
     check(path, digest)
     return digest

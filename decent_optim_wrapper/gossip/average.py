@@ -37,19 +37,24 @@ class WorldAverage:
         self._extra = extra
         # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
+        # The same while a call may have to be repeated.
+        self._own: list[tuple[Bucket, Flat]] | None = None
         # What is averaged besides the parameters; nothing if no average is in place.
         self._further = Averaged()
         # The norms of the averaged parameters, by bucket.
         self._norms: list[Tensor] = []
 
-    def apply(self, may_revert: bool) -> None:
+    def apply(self, may_revert: bool, may_repeat: bool = False) -> None:
         """Replace this rank's values by the average; collective.
 
         Args:
             may_revert: keep a snapshot of this rank's values; if an average is in place already, of
                 the values before the first one.
+            may_repeat: keep it until `keep`, for `undo`.
         """
-        if self.snapshot is not None:
+        if not may_revert:
+            self.keep()
+        elif self.snapshot is not None:
             # Tensors may have been added since, and the snapshot must contain them, too.
             self.revert()
         self._replica.reshard()
@@ -58,8 +63,9 @@ class WorldAverage:
         finite = finite_shares(params, transport, nonfinite, where, "parameters", self._replica)
         self._further = self._extra(transport)
         rows = [*zip(params, finite, strict=True), *self._further.buckets]
-        if may_revert:
-            self.snapshot = [(bucket, bucket.copy()) for bucket, _ in rows]
+        if may_revert or may_repeat:
+            self._own = [(bucket, bucket.copy()) for bucket, _ in rows]
+        self.snapshot = self._own if may_revert else None
         try:
             for bucket, shares in rows:
                 if any(shares):
@@ -67,10 +73,15 @@ class WorldAverage:
             self._norms = [norms_of(bucket) for bucket in rounds.buckets] if may_revert else []
         except BaseException:
             # Half an average must not remain.
-            if self.snapshot is not None:
-                self.revert()
+            self.undo()
             raise
         self._watch_again()
+
+    def undo(self) -> None:
+        """Restore the values before the last `apply`, if there is a copy of them."""
+        self.snapshot = self.snapshot or self._own
+        if self.snapshot is not None:
+            self.revert()
 
     def refuse(self, call: str) -> None:
         """Check that no average is in place, which `call` would mix with the round in flight.
@@ -144,7 +155,7 @@ class WorldAverage:
 
     def keep(self) -> None:
         """Accept the average as this rank's values and free the snapshot."""
-        self.snapshot, self._further = None, Averaged()
+        self.snapshot, self._own, self._further = None, None, Averaged()
 
 
 def finite_shares(

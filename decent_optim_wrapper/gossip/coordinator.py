@@ -228,11 +228,9 @@ class Coordinator:
         self._begin_call()
         if self.rounds.policy.pacing.synchronous:
             self.with_recovery(self._await_round)
-        if not may_revert:
-            self.average.keep()
         # If a rank is lost in it, the remaining ones average their own values again.
-        reverts = may_revert or self.members is not None
-        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(reverts))
+        may_repeat = self.members is not None
+        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert, may_repeat))
         if not may_revert:
             self.keep_average()
 

@@ -296,14 +296,14 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
     if is_launchers:
         stores: list[Any] = [TCPStore(*place, is_master=False)]
         if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
-            # The launcher starts this rank alone again. The others may have met in the store of
-            # the process group that all entered at first; this is what torch calls it.
+            # Our launcher starts a rank alone again. The others may have met in the process group
+            # that all entered at first, whose keys have this prefix.
             stores.append(PrefixStore("default_pg/0/", stores[0]))
         if any(private(each).check([HAVE_MET]) for each in stores):
             raise RuntimeError(
-                f"rank {launch.rank}: this process comes back to a run with elastic, whose process "
-                f"group it cannot enter; leave init_distributed() out of the script, and let "
-                f"Elastic() find the launcher's store"
+                f"rank {launch.rank}: this process is started again in a run with elastic, whose "
+                f"process group it cannot enter; leave init_distributed() out of the script, and "
+                f"let Elastic() find the launcher's store"
             )
     if not launch.is_one_node:
         return {}

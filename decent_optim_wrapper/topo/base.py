@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -280,8 +280,12 @@ class Topology:
             matrix[index, index] = group.self_weight
         return matrix
 
+    def resized(self, world_size: int, local_world_size: int) -> Self:
+        """The topology of this kind, with the same parameters, for other sizes."""
+        return type(self)(world_size, local_world_size, **self._parameters())
+
     def _parameters(self) -> dict[str, Any]:
-        """The parameters in addition to the sizes, for `repr`."""
+        """The arguments in addition to the sizes, by name."""
         return {}
 
     def _misfit(self) -> str:

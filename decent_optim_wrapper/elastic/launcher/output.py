@@ -7,7 +7,6 @@ wait while the launcher is stopped, and what it has started would end with the l
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import re
 from collections.abc import Callable
@@ -43,8 +42,6 @@ class Output:
         self._is_kept, self._mode = keeps_all, 0o777 if keeps_all else 0o700
         # The file to which the process writes.
         self.file = os.fdopen(os.memfd_create(f"output of rank {rank}"), "rb")
-        # A program that opens /dev/stderr has a position of its own, and would write over the rest.
-        fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_APPEND)
         # How much of it is in the log, on the console, and forgotten.
         self._logged = self._shown = self._forgotten = 0
         # A line on the console that has not ended yet.

@@ -130,6 +130,11 @@ class Heartbeat:
         """Send this text with every heartbeat from now on."""
         self._text = text
 
+    def forget(self) -> None:
+        """Say nothing, as before the first steps of a run."""
+        self.say("")
+        self._store.set(beat_key(self.rank), str(Beat(self._life, process=self._process)))
+
     def heard(self, rank: int) -> str:
         """The text of the last heartbeat of a rank; empty without one."""
         return Beat.parse(self._store.find(beat_key(rank)) or "").text

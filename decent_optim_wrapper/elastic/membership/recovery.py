@@ -171,10 +171,9 @@ class Recovery:
         except PeerError as error:
             self._gather_again(error, acted)
             acted = acted and self.epoch.calls_made > self._calls_made
-            average = self._coordinator.average
-            if call is CollectiveCall.GLOBAL_AVG and average.snapshot is not None and not acted:
-                # Also where it is complete: some ranks have none, and all average their own values.
-                average.revert()
+            if call is CollectiveCall.GLOBAL_AVG and not acted:
+                # Even if it is complete on this rank: all start again from their own values.
+                self._coordinator.average.undo()
         self._calls_made += acted
         return acted
 
@@ -221,7 +220,7 @@ class Recovery:
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
         own = f"rank {self.rendezvous.rank}: "
-        # Without what to do about it, which happens now.
+        # Leave out the advice: the ranks follow it now.
         what = str(reason).removeprefix(own).partition("; ")[0]
         logger.warning("{}{}; the ranks that are left gather", own, what)
         follower = self._follower()
@@ -313,7 +312,7 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
         local = 1
     try:
         if kind.accepts(size, local) and (kind is not Greedy or size <= _MOST_GREEDY):
-            return kind(size, local)
+            return full.resized(size, local)
     except Exception as error:
         # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)

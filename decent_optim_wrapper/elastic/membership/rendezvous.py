@@ -171,6 +171,9 @@ class Rendezvous:
                     note = note._replace(needs_state=True)
                     continue
                 notes = self._notes(epoch, members)
+                if all(each.needs_state for each in notes.values()):
+                    # What it said in an earlier run in the same store is not true of this one.
+                    self._heartbeat.forget()
                 if connected := self._connect_epoch(epoch, notes):
                     return connected
                 LinkTrial(self._store, epoch, notes, self._heartbeat, self._timeout).run()
