@@ -22,6 +22,7 @@ from problem import (
     make_params,
     nesterov,
     sgd,
+    take_drawn_steps,
     take_steps,
     wrap,
 )
@@ -50,6 +51,43 @@ from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.extensions.own_copy import OwnCopyCheck
 from decent_optim_wrapper.gossip.extension import ReceivedBucket
 from decent_optim_wrapper.wire.bucket import Bucket
+
+
+@pytest.mark.parametrize("change", ["appended", "dropped"])
+def test_anchors_follow_the_order_of_parameters_that_are_added_or_dropped(change: str) -> None:
+    """A resumed run has them in the order of the groups."""
+
+    def make(params: list[list[Tensor]], group: dist.ProcessGroup) -> DecentOptimWrapper:
+        base = SGD([{"params": each} for each in params], lr=0.05)
+        outer = OuterOptimizer(partial(SGD, lr=0.7, momentum=0.5))
+        return wrap([], group, base, topology="ring", overlap=False, extensions=[outer])
+
+    def train(optimizer: DecentOptimWrapper, rank: int, steps: range) -> Tensor:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        take_drawn_steps(optimizer, params, rank, steps)
+        return flatten(params)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        one, two, three = (torch.full((40,), 10.0**n, requires_grad=True) for n in range(3))
+        dropped = change == "dropped"
+        optimizer = make([[one, three], [two]] if dropped else [[one], [two]], group)
+        train(optimizer, rank, range(3))
+        first: list[Tensor] = optimizer.param_groups[0]["params"]
+        first[1:] = [] if dropped else [three]
+        optimizer.rebuild_buckets()
+        started = train(optimizer, rank, range(3, 6))
+        state = copy.deepcopy(optimizer.state_dict())
+        copies = [
+            [param.detach().clone().requires_grad_() for param in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        resumed = make(copies, group)
+        resumed.load_state_dict(state)
+        ended = train(optimizer, rank, range(6, 9))
+        assert torch.equal(train(resumed, rank, range(6, 9)), ended)
+        assert not torch.equal(started, ended)
+
+    run_threads(2, main)
 
 
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:

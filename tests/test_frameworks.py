@@ -258,6 +258,37 @@ def vector_of(module: nn.Module) -> Tensor:
     return parameters_to_vector(module.parameters()).detach().clone()
 
 
+def fit_after_a_failed_validation(rank: int, folder: Path) -> None:
+    """The values of before the error must not come back after a later validation."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    fails, before, after, trainers = [True], list[Tensor](), list[Tensor](), list[Any]()
+
+    def validation_step(self: Any, batch: Any) -> None:
+        if fails[0]:
+            raise ValueError("a bad image")
+
+    def note_start(trainer: Any, module: Any) -> None:
+        trainers.append(trainer)
+        before.append(vector_of(module))
+
+    def note_end(trainer: Any, module: Any) -> None:
+        after.append(vector_of(module))
+
+    module = make_module(validation_step=validation_step)
+    callback = LambdaCallback(on_validation_start=note_start, on_train_epoch_end=note_end)
+    with pytest.raises(ValueError, match="a bad image"):
+        fit(module, folder, max_epochs=2, gossip=GOSSIP, callbacks=[callback])
+    assert torch.equal(vector_of(module), before[0])
+    fails[0] = False
+    data = task.data()
+    loaders = DataLoader(data, task.BATCH, shuffle=True), DataLoader(data, len(data))
+    trainers[0].fit(module, *loaders)
+    assert_same(before[1:], after)
+    assert len(after) == 2
+    assert not torch.equal(after[0], before[0])
+
+
 def fit_with_swa(rank: int, folder: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, StochasticWeightAveraging
 
@@ -657,6 +688,18 @@ def train_again(rank: int, folder: Path) -> None:
     assert len(made) > 2
 
 
+def train_one_model_again(rank: int, folder: Path) -> None:
+    trainer = make_hugging_face_trainer(folder)
+    for _ in range(2):
+        trainer.train()
+        own = parameters_to_vector(trainer.model.parameters()).detach()
+        rows = [torch.empty_like(own) for _ in range(RANKS)]
+        dist.all_gather(rows, own)
+        assert_same(rows[0], rows[1])
+        assert any(key.startswith("gossip/") for row in trainer.state.log_history for key in row)
+    trainer.train(resume_from_checkpoint=True)
+
+
 RUNS = {
     "Lightning clips, validates and resumes": (
         LIGHTNING,
@@ -667,6 +710,10 @@ RUNS = {
         partial(fit_and_resume, precision="fp16"),
     ),
     "after an error each rank saves what it has": (LIGHTNING, save_after_an_error),
+    "an error in a validation changes no later training": (
+        LIGHTNING,
+        fit_after_a_failed_validation,
+    ),
     "several optimizers are wrapped in manual optimization": (LIGHTNING, fit_manually),
     "averages over time are averaged over the ranks": (LIGHTNING, fit_with_swa),
     "weights swapped for validation do not change it": (LIGHTNING, fit_with_swapped_weights),
@@ -677,6 +724,7 @@ RUNS = {
     "DDP cannot be left on": (ACCELERATE, prepare_late),
     "Hugging Face's Trainer evaluates, saves and resumes": (TRANSFORMERS, train_with_the_trainer),
     "it keeps the last average and frees earlier models": (TRANSFORMERS, train_again),
+    "it trains one model again, and resumes": (TRANSFORMERS, train_one_model_again),
 }
 
 

@@ -203,13 +203,15 @@ class OuterOptimizer(Extension):
                 self._reset(anchor)
 
     def _add_new(self) -> None:
-        """Add anchors for parameters that were added to the base."""
+        """Follow parameters that were added to the base, or dropped, in its order."""
         params = params_of(self._context.optimizer)
-        if new := {param: param.detach() for param in params if param not in self._anchors}:
-            self._anchors |= new
+        if [*map(id, params)] != [*map(id, self._anchors)]:
+            self._anchors = {param: self._anchors.get(param, param.detach()) for param in params}
+            self._started.intersection_update(params)
             state = self._optimizer.state
             self._optimizer = self._make([*self._anchors.values()])
-            self._optimizer.state.update(state)
+            kept = {a: state[a] for a in self._anchors.values() if a in state}
+            self._optimizer.state.update(kept)
 
     def _reset(self, anchor: Tensor) -> None:
         """Reset the state of an anchor, which is empty in most optimizers."""

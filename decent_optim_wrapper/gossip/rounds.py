@@ -104,6 +104,8 @@ class Rounds:
     def enter(self, session: Session) -> None:
         """Continue with the members of a new session; the extensions restart."""
         self.session = self._open["session"] = session
+        # Groups are noted by positions, which are others now.
+        self.policy.meter.history.clear()
         for extension in self.extensions.all:
             extension.restart()
 

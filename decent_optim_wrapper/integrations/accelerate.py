@@ -60,6 +60,9 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
 
     def wrapped_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, AcceleratedOptimizer):
+            if optimizer.optimizer not in wrapping.wrappers:
+                # free_memory() has released it, as at the start of each Trainer.train().
+                wrapping.wrap(optimizer.optimizer)
             return prepare_optimizer(optimizer, *args, **kwargs)  # prepared before
         if not wrapping.models_of(optimizer):
             raise ValueError(

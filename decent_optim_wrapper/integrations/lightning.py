@@ -111,6 +111,7 @@ class GossipStrategy(DDPStrategy):
     def _leave(self) -> None:
         """Communicate no more after an error: the other ranks are somewhere else, or gone."""
         self._has_left = True
+        self._validation.close()
         self._wrapping.release()
 
     def on_train_end(self) -> None:
