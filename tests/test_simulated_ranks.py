@@ -244,7 +244,10 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     own = [above(ranks, f"AdamW .999, noise of {ranks}") for ranks in (4, 8, 16)]
     assert f"ends {own[0]}, {own[1]} and {own[2]} % above it on 4, 8 and 16 ranks" in first
     assert above(4, "AdamW .999, noise of 4", "1.5M") == "0.0"
-    assert f"and {above(4, 'AdamW, noise of 4', '1.5M')} % more with (0.9, 0.95)" in first
+    assert f"and {above(4, 'AdamW, noise of 4', '1.5M')} % above it with (0.9, 0.95)" in first
+    ddp = [time_to_loss.Row("DDP", 4, f"AdamW{each}", size="1.5M") for each in ("", " .999")]
+    (with_95,), (with_999,) = (results.known(row, "DDP", -1, (0,)) or [0.0] for row in ddp)
+    assert f"betas, which make DDP {100 * (with_999 / with_95 - 1):.1f} % worse" in first
     for name, method in {
         "DDP": "DDP",
         "`DecentOptimWrapper(base, model=model)`": "the wrapper",
