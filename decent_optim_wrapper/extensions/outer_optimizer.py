@@ -110,7 +110,7 @@ class OuterOptimizer(Extension):
     @torch.no_grad()
     def _start(self, params: Iterable[Tensor]) -> None:
         """Start the anchors that have not started, if their parameters are finite."""
-        self._add_new()
+        self._follow()
         for param in params:
             if param not in self._started and bool(local(param).isfinite().all()):
                 # A DTensor has no data of its own, only its local tensor has.
@@ -151,7 +151,7 @@ class OuterOptimizer(Extension):
         Every row is complete, since torch.distributed.checkpoint loads only into existing entries.
         A row marks entries that are only placeholders.
         """
-        self._add_new()
+        self._follow()
         own = self._optimizer.state_dict()
         settings = {
             place: {key: value for key, value in group.items() if key != "params"}
@@ -202,7 +202,7 @@ class OuterOptimizer(Extension):
             if not row["stepped"]:
                 self._reset(anchor)
 
-    def _add_new(self) -> None:
+    def _follow(self) -> None:
         """Follow parameters that were added to the base, or dropped, in its order."""
         params = params_of(self._context.optimizer)
         if [*map(id, params)] != [*map(id, self._anchors)]:

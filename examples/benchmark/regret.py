@@ -39,6 +39,7 @@ from time_to_loss import (
     Row,
     best,
     goal,
+    page,
     rate,
     steps_needed,
 )
@@ -253,12 +254,6 @@ def regrets(point: Point, settings: Iterable[str] = (*SETTINGS,)) -> dict[str, d
     known = {r for row in rows.values() for r in row}
     least = {r: min(row[r] for row in rows.values() if r in row) for r in known}
     return {m: {r: ms / least[r] for r, ms in row.items()} for m, row in rows.items()}
-
-
-def page(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of a page."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def regret_table() -> str:

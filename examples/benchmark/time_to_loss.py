@@ -18,7 +18,7 @@ import argparse
 import csv
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise, product
@@ -424,7 +424,7 @@ def steps_needed(results: Results, row: Row, seeds: Sequence[int]) -> float | No
 def table(results: Results, seeds: Sequence[int]) -> str:
     """The rows that were measured with all seeds, each with its best learning rate."""
     head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP", "steps to DDP's loss"]
-    lines = [head]
+    lines = []
     for row in ROWS:
         found, ddp = best(results, row, seeds), goal(results, row, seeds)
         if found is None or ddp is None:
@@ -436,8 +436,7 @@ def table(results: Results, seeds: Sequence[int]) -> str:
         cells.append("-" if needed is None else f"{needed:.2f}")
         name = row.name if row.gpt == SMALL else f"{row.name}, {row.size}"
         lines.append([name, ranks, row.optimizer, f"{rate(found.exponent):.3g}", *cells])
-    first, *others = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([first, "|---" * len(head) + "|", *others])
+    return page(head, lines)
 
 
 def above_ddp(results: Results, row: Row) -> float | None:
@@ -459,7 +458,7 @@ def above_ddp(results: Results, row: Row) -> float | None:
 
 def size_table(results: Results) -> str:
     """How far rows end above DDP, by the size of the model, on 4 ranks."""
-    lines = [["above DDP", "optimizer", *SIZES]]
+    rows = []
     for name, optimizer in (
         ("ours, int8", "AdamW"),
         ("ours, complete, int4", "AdamW"),
@@ -469,9 +468,14 @@ def size_table(results: Results) -> str:
     ):
         found = [above_ddp(results, Row(name, 4, optimizer, size=size)) for size in SIZES]
         cells = ("-" if above is None else f"{above:.1f} %" for above in found)
-        lines.append([name, optimizer, *cells])
-    first, *others = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([first, "|---" * len(lines[0]) + "|", *others])
+        rows.append([name, optimizer, *cells])
+    return page(["above DDP", "optimizer", *SIZES], rows)
+
+
+def page(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a page."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-# In place of the heartbeat of a process that is known to have ended.
+# Of a process that is known to have ended, before the text of its last heartbeat.
 ENDED = "0 0 0 0 "
 
 
