@@ -133,11 +133,14 @@ class Averaging:
             return own.detach().to(self.device, copy=True)
         key = (own.data_ptr(), own.shape, own.stride(), own.dtype)
         if key not in self._done:
-            alike = {rank: each for rank, each in by_rank.items() if _is_alike(each, own)}
-            has_mean = alike and (own.is_floating_point() or own.is_complex())
-            if has_mean and all(map(is_direction, alike.values())):
-                has_mean = False
-            mean = self._mean(alike, name) if has_mean else own.detach().clone()
+            kind = own.shape, own.dtype
+            tensors = {rank: each for rank, each in by_rank.items() if isinstance(each, Tensor)}
+            alike = {rank: t for rank, t in tensors.items() if (t.shape, t.dtype) == kind}
+            has_mean = own.is_floating_point() or own.is_complex()
+            if not has_mean or all(map(is_direction, alike.values())):
+                mean = own.detach().clone()
+            else:
+                mean = self._mean(alike, name)
             self._done[key] = mean.to(self.device)
         return self._done[key]
 
@@ -162,11 +165,6 @@ class Averaging:
                     ranks=[rank],
                 )
         return (total / len(tensors)).to(first.dtype)
-
-
-def _is_alike(one: Any, other: Tensor) -> bool:
-    same_kind = isinstance(one, Tensor) and one.dtype == other.dtype
-    return same_kind and one.shape == other.shape
 
 
 def _at(key: Any, by_rank: Mapping[int, Any]) -> dict[int, Any]:

@@ -202,15 +202,16 @@ class Extensions:
 
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """Enter the contexts of all extensions around the mixing of a bucket."""
-        return _entered(each.mixing(received) for each in self.all)
+        return entered(each.mixing(received) for each in self.all)
 
     def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Enter the contexts of all extensions around an update."""
-        return _entered(each.updating(params) for each in self.all)
+        return entered(each.updating(params) for each in self.all)
 
 
 @contextmanager
-def _entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+def entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter several contexts, each of which is made once those before it are entered."""
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.gossip.extension import entered
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -61,13 +62,9 @@ class Wrapping:
         """True if the averages of all wrappers are in place."""
         return all(wrapper.is_averaged for wrapper in self.wrappers)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Run the body on the average; collective."""
-        with ExitStack() as stack:
-            for wrapper in self.wrappers:
-                stack.enter_context(wrapper.averaged())
-            yield
+        return entered(wrapper.averaged() for wrapper in self.wrappers)
 
     def keep_average(self) -> None:
         """Replace the parameters by their average for good; collective."""

@@ -273,10 +273,9 @@ class Topology:
         """
         matrix = torch.eye(self._world_size, dtype=torch.float64, device="cpu")
         for group in self.groups(round):
-            if group.size == 1:
-                continue
             index = torch.tensor(group.ranks, device="cpu")
-            matrix[index.unsqueeze(1), index] = (1 - group.self_weight) / (group.size - 1)
+            # A group of one has no other ranks, and a weight of 1.
+            matrix[index.unsqueeze(1), index] = (1 - group.self_weight) / max(1, group.size - 1)
             matrix[index, index] = group.self_weight
         return matrix
 
