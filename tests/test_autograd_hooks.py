@@ -265,3 +265,19 @@ def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() 
         return flat(model)
 
     torch.testing.assert_close(*run_threads(2, main))
+
+
+@IN_BACKWARD
+def test_an_idle_step_drops_gradients_that_were_collected(in_backward: bool | None) -> None:
+    model = wrap(make_model(), None, update_in_backward=in_backward)
+    before = flat(model)
+    model.set_accumulate_grad(True)
+    backward(loss_of(model, 0, 0))
+    model.set_accumulate_grad(False)
+    model.idle_step()
+    assert torch.equal(flat(model), before)
+    train(model, 0, range(1))
+    other = wrap(make_model(), None, update_in_backward=in_backward)
+    train(other, 0, range(1))
+    assert torch.equal(flat(model), flat(other))
+    assert not torch.equal(flat(model), before)

@@ -344,6 +344,31 @@ def test_signals_reach_the_ranks_and_a_second_one_of_those_that_end_them_kills_t
     assert "is started again" not in launcher.printed
 
 
+def beyond_the_terminal(command: Sequence[str]) -> int:
+    """Run our launcher as nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return ours(command)
+
+
+def test_ranks_outlive_a_terminal_with_nohup_and_still_hear_of_other_signals(
+    tmp_path: Path,
+) -> None:
+    script = SIGNALLED.replace("CODE", "0")
+    with Launched(tmp_path, script, *TWO, launcher=beyond_the_terminal) as launcher:
+        for rank in (0, 1):
+            launcher.told(f"ready {rank}")
+        launcher.signal(signal.SIGHUP)
+        # Later than the first one.
+        launcher.signal(signal.SIGUSR1)
+        launcher.told(f"signal {int(signal.SIGUSR1)} 0")
+        launcher.tell("look")
+        for rank in (0, 1):
+            assert launcher.told(f"unharmed {rank}") == "True"
+        launcher.signal(signal.SIGTERM)
+        assert launcher.end() == 0
+    assert "SIGHUP" not in launcher.printed
+
+
 @contextmanager
 def node(
     folder: Path, number: int, port: int, launcher: Launcher = hurried, backoff: str = "0.1"

@@ -265,6 +265,27 @@ class InTwoSteps(Optimizer):
         self.second_step()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_that_is_moved_to_another_group_has_the_options_of_that(overlap: Any) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        groups = [{"params": params[:-1]}, {"params": params[-1:], "lr": 0.0}]
+        base = torch.optim.SGD(groups, lr=0.1)
+        optimizer = wrap(params, group, base, topology="complete", overlap=overlap)
+        assert len(optimizer.buckets) > 1
+        # The same gradients on all ranks, so that mixing moves nothing.
+        take_steps(optimizer, params, 0, [0])
+        moved = optimizer.param_groups[0]["params"].pop()
+        optimizer.param_groups[1]["params"].insert(0, moved)
+        before, other = moved.clone(), params[0].clone()
+        take_steps(optimizer, params, 0, [1, 2])
+        optimizer.synchronize()
+        assert torch.equal(moved, before)
+        assert not torch.equal(params[0], other)
+
+    run_threads(2, main)
+
+
 @pytest.mark.parametrize("kind", [None, in_one_call, scheduled])
 def test_a_step_of_the_base_itself_is_refused_as_long_as_a_wrapper_exists(kind: Any) -> None:
     params = make_params(dtype=torch.float32)

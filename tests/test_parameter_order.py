@@ -182,6 +182,33 @@ def test_a_state_is_loaded_by_the_names_of_its_parameters() -> None:
     run_threads(4, main)
 
 
+def test_groups_in_another_order_keep_their_options_and_other_groups_are_refused() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        def make(order: int, size: int = 2) -> tuple[nn.Module, DecentOptimWrapper]:
+            model = make_model(0)
+            named = list(model.named_parameters())
+            groups = [{"params": named[:size]}, {"params": named[size:], "lr": 0.3}]
+            base = SGD(groups[::order], lr=0.1, momentum=0.9)
+            options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB}
+            return model, DecentOptimWrapper(base, model=model, **options)
+
+        model, straight = make(1)
+        train(straight, model, rank, range(3))
+        saved = copy.deepcopy((model.state_dict(), straight.state_dict()))
+        other, resumed = make(-1)
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        rates = [(each["param_names"][0], each["lr"]) for each in resumed.param_groups]
+        assert rates == [("1.weight", 0.3), ("0.weight", 0.1)]
+        for optimizer, each in ((straight, model), (resumed, other)):
+            train(optimizer, each, rank, range(3, 6))
+        assert torch.equal(synchronized(resumed, other), synchronized(straight, model))
+        with pytest.raises(ValueError, match="groups with the same parameters as its own"):
+            make(-1, size=3)[1].load_state_dict(saved[1])
+
+    run_threads(2, main)
+
+
 def test_states_of_parameters_in_other_orders_are_averaged_by_name() -> None:
     def state(by: int) -> tuple[dict[str, Any], list[str]]:
         model = make_model(by)

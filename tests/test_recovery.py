@@ -36,8 +36,10 @@ from decent_optim_wrapper import (
     StateAverage,
 )
 from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.elastic.membership import hand_over
 from decent_optim_wrapper.gossip import average
 from decent_optim_wrapper.gossip.average import WorldAverage
+from decent_optim_wrapper.wire.broadcast import broadcast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -344,6 +346,42 @@ def test_a_rank_that_comes_back_as_another_is_refused_and_all_may_start_again() 
         lives = processes.end()
     assert [life.members for life in lives] == [(0, 1, 2)] * 3
     assert [life.changes for life in lives] == [[]] * 3
+
+
+def train_with_a_donor_that_dies(
+    rank: int, world_size: int, store: Any, report: Report
+) -> Life | Failure:
+    """Rank 0 of the first life sends the values of two parameters to a rank that comes back."""
+
+    def send(tensors: Any, transport: Any, layout: Any, donor: int, keep: bool = False) -> None:
+        dies = transport.rank == donor and (rank, lives) == (0, 1)
+        broadcast(tensors[:2] if dies else tensors, transport, layout, donor, keep=keep)
+        if dies:
+            report("sent", None)
+            time.sleep(LONG)
+
+    lives = store.add(f"lives of {rank}", 1)
+    with mock.patch.object(hand_over, "broadcast", send):
+        return train_or_tell(rank, world_size, store, report, topology="complete", timeout=TIMEOUT)
+
+
+def test_a_rank_with_part_of_a_state_does_not_begin_a_new_run_with_it() -> None:
+    with RestartableProcesses(2, train_with_a_donor_that_dies) as processes:
+        processes.all_reach("joined")
+        processes.wait_for(0, "round 3")
+        processes.kill(1)
+        processes.wait_for_members(0, (0,))
+        processes.start(1)
+        processes.wait_for(0, "sent")
+        processes.kill(0)
+        processes.start(0)
+        torn: Failure = processes.wait_for(1, "result")
+        assert "rank 1: all ranks with a state were lost; restart this one, too" in torn.text
+        processes.reports.clear()
+        processes.start(1)
+        processes.all_reach("joined")
+        lives = processes.end()
+    assert [life.start for life in lives] == [flatten(make_params(seed=0)).tolist()] * 2
 
 
 def test_a_rank_that_comes_back_waits_for_others_delayed_beyond_the_timeout() -> None:

@@ -20,18 +20,9 @@ def send_state(state: Any, transport: Transport) -> None:
         TypeError: the state contains other objects.
     """
     tensors: list[Tensor] = []
-    share_text(json.dumps(_describe(state, tensors)), transport, transport.rank)
+    share_text(json.dumps(describe(state, tensors)), transport, transport.rank)
     for tensor in tensors:
         transport.broadcast(tensor.detach().cpu().contiguous().reshape(-1), transport.rank)
-
-
-def sendable(state: Any) -> bool:
-    """Return whether everything in a state can be sent."""
-    try:
-        json.dumps(_describe(state, []))
-    except TypeError:
-        return False
-    return True
 
 
 def receive_state(transport: Transport, source: int) -> Any:
@@ -69,14 +60,19 @@ def share_text(text: str, transport: Transport, source: int) -> str:
     return bytes(data.tolist()).decode()
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Any:
+def describe(value: Any, tensors: list[Tensor]) -> Any:
+    """Describe a state as JSON values, and append its tensors to a list.
+
+    Raises:
+        TypeError: the state contains other objects.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):
-        return {"dict": [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]}
+        return {"dict": [[describe(k, tensors), describe(v, tensors)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
-        items = [_describe(item, tensors) for item in value]
+        items = [describe(item, tensors) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -199,8 +199,9 @@ class BackwardStepper:
             self._parts.take(param)
 
     def idle(self) -> None:
-        """Make a step without any gradient."""
+        """Make a step without any gradient; those that were collected are dropped."""
         self.check()
+        self.optimizer.zero_grad()
         self._begin()
         self.on_end()
 

@@ -340,8 +340,10 @@ def _of_the_model(name: str) -> AttributeError:
 
 def wants_views(model: Module, mesh: Any) -> bool:
     """Return whether the parameters may be views of buckets, as far as the model shows."""
-    rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
-    return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
+    params = ((isinstance(m, nn.RNNBase), p) for m in model.modules() for p in m.parameters(False))
+    # Other processes read what is in shared memory, and would not see what moves to a bucket.
+    stays = (in_rnn if p.is_cuda else p.untyped_storage().is_shared() for in_rnn, p in params)
+    return mesh is None and not any(stays)
 
 
 def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:

@@ -60,7 +60,7 @@ class _Partition(NamedTuple):
         gone: members of buckets that are no longer in the base.
     """
 
-    ids: list[int]
+    ids: list[list[int]]
     buckets: Sequence[Bucket]
     parts: dict[int, list[list[Tensor]]]
     outside: list[Tensor]
@@ -68,7 +68,7 @@ class _Partition(NamedTuple):
 
     @classmethod
     def of(
-        cls, groups: list[dict[str, Any]], ids: list[int], buckets: Sequence[Bucket]
+        cls, groups: list[dict[str, Any]], ids: list[list[int]], buckets: Sequence[Bucket]
     ) -> _Partition:
         bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         parts: dict[int, list[list[Tensor]]] = {}
@@ -78,7 +78,7 @@ class _Partition(NamedTuple):
                 if key not in parts:
                     parts[key] = [[] for _ in groups]
                 parts[key][index].append(param)
-        here = set(ids)
+        here = {*chain.from_iterable(ids)}
         gone = [m for bucket in buckets for m in bucket.members if id(m) not in here]
         outside = [*chain.from_iterable(parts.get(id(None), ()))]
         return cls(ids=ids, buckets=buckets, parts=parts, outside=outside, gone=gone)
@@ -152,7 +152,7 @@ class LocalUpdate:
                     raise sparse_gradient_error(self._optimizer, param, self._rank)
         known = self._partition_of(rounds.buckets)
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
-        if known.gone and set(known.ids) - self._names_of.keys():
+        if known.gone and {*chain.from_iterable(known.ids)} - self._names_of.keys():
             raise replaced_error(self._names(known.gone), self._rank)
         if relocated := [*chain.from_iterable(map(Bucket.relocated, rounds.buckets))]:
             raise relocated_error(self._names(relocated), self._rank)
@@ -170,7 +170,8 @@ class LocalUpdate:
 
     def _partition_of(self, buckets: Sequence[Bucket]) -> _Partition:
         """The parameters by bucket; made again only if buckets or parameters have changed."""
-        ids = [id(param) for group in self._optimizer.param_groups for param in group["params"]]
+        # By group, since each has its own options.
+        ids = [[*map(id, group["params"])] for group in self._optimizer.param_groups]
         known = self._partition
         if known is None or known.ids != ids or known.buckets is not buckets:
             known = self._partition = _Partition.of(self._optimizer.param_groups, ids, buckets)

@@ -104,6 +104,9 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
 
     Returns:
         A new dict; `state` itself if it has the same order, or no names, or other ones.
+
+    Raises:
+        ValueError: the groups contain other parameters than those of the state.
     """
     saved = state.get("param_groups", ())
     numbers: dict[str, Any] = {}
@@ -114,11 +117,14 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
     counted = range(sum(len(group["params"]) for group in groups))
     if places.keys() != {*counted} or order == [*counted]:
         return state
-    fresh = iter(counted)
+    by_names = {frozenset(group["param_names"]): group for group in saved}
+    if by_names.keys() != {frozenset(group["param_names"]) for group in groups}:
+        raise ValueError("a state expects groups with the same parameters as its own, got others")
     moved = {**state, "state": {places.get(key, key): row for key, row in state["state"].items()}}
     moved["param_groups"] = [
-        {**group, "param_names": own["param_names"], "params": [next(fresh) for _ in own["params"]]}
-        for group, own in zip(saved, groups, strict=False)
+        by_names[frozenset(names)]
+        | {"param_names": names, "params": [places[numbers[name]] for name in names]}
+        for names in (group["param_names"] for group in groups)
     ]
     if GOSSIP_KEY in state:
         gossip = moved[GOSSIP_KEY] = _rearranged(state[GOSSIP_KEY], _pick, order, order)

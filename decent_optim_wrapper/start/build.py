@@ -336,7 +336,6 @@ def compare(
         membership.agree(text)
 
 
-def _params_of(model: nn.Module, backwards: bool) -> list[Tensor]:
+def _params_of(model: nn.Module, backwards: bool) -> Sequence[Tensor]:
     """The parameters that a model has now, from the first to the last or backwards."""
-    params: list[Tensor] = [*model.parameters()]
-    return params[::-1] if backwards else params
+    return [*model.parameters()][:: -1 if backwards else 1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
+from decent_optim_wrapper.comm.state_transfer import describe, receive_state, send_state
 from decent_optim_wrapper.gossip import saved_state
 from decent_optim_wrapper.gossip.coordinator import Coordinator
 from decent_optim_wrapper.start.membership import Trained
@@ -65,7 +66,8 @@ def _state(trained: Trained, coordinator: Coordinator) -> list[Any]:
 
 def _state_of(part: Any, rank: int) -> Any | None:
     state = part.state_dict()
-    if sendable(state):
+    with suppress(TypeError):
+        describe(state, [])
         return state
     warn(
         f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "

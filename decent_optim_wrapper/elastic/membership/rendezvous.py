@@ -172,8 +172,7 @@ class Rendezvous:
                     continue
                 notes = self._notes(epoch, members)
                 if all(each.needs_state for each in notes.values()):
-                    # What it said in an earlier run in the same store is not true of this one.
-                    self._heartbeat.forget()
+                    self._begin_run(note)
                 if connected := self._connect_epoch(epoch, notes):
                     return connected
                 LinkTrial(self._store, epoch, notes, self._heartbeat, self._timeout).run()
@@ -182,6 +181,20 @@ class Rendezvous:
             f"times, but could not connect; look for ranks that fail one after the other and for "
             f"dead links between two ranks, and restart from a checkpoint"
         )
+
+    def _begin_run(self, note: Note) -> None:
+        """Begin a new run, since no member has a state.
+
+        Raises:
+            PeerError: this rank may have received part of one.
+        """
+        if self._took_part and note.round == 0:
+            self.leave()
+            raise PeerError(
+                f"rank {self.rank}: all ranks with a state were lost; restart this one, too"
+            )
+        # What it said in an earlier run in the same store is not true of this one.
+        self._heartbeat.forget()
 
     def _begin(self) -> None:
         """Connect to the store, and register as this rank.
@@ -207,7 +220,7 @@ class Rendezvous:
         else:
             self._check_last_members()
         self._epoch += 1
-        self._store.set(_note_key(self._epoch, self.rank), json.dumps(note))
+        self._store.set(_note_key(self._epoch, self.rank), json.dumps(note, default=operator.index))
         self._store.set(request_key(self._epoch), str(self.rank))
         return self._epoch
 
