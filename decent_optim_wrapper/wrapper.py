@@ -128,7 +128,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer. What else
             it contains starts as on rank 0, except for tensors that other ranks have in another
             shape or not at all; pass the part that the ranks share if another part is personal. Its
-            frozen parameters are averaged as `buffers` are.
+            frozen parameters are averaged as `buffers` are. With ``overlap="forward"`` a module
+            outside of it that shares a parameter may read that before it is mixed.
         extensions: instances of `Extension`, which take part in the rounds, in any order:
             `GradientTracking`, `OuterOptimizer`, `StateAverage` and `StateGossip`, which are
             copied, and your own.
@@ -533,7 +534,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             after the other.
 
         Raises:
-            PeerError: a rank did not answer.
+            PeerError: a rank did not answer, or comes back with `elastic`.
         """
         return self._coordinator.all_gather(tensor, same_round)
 
@@ -563,7 +564,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             The times and bytes of all ranks, and what to change.
 
         Raises:
-            PeerError: a rank did not answer.
+            PeerError: a rank did not answer, or comes back with `elastic`.
         """
         rows = self._coordinator.all_gather(measure(self._rounds))
         # The shards of a replica have waited for each other, so the first one is enough.

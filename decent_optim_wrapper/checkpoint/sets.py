@@ -99,7 +99,8 @@ class Checkpoints:
             TypeError: `step` is not a whole number, or `state` cannot be loaded with
                 ``weights_only=True``.
             OSError: this rank could not write. Rank 0 warns of it, and the old sets remain.
-            PeerError: a rank was lost. The old sets remain, and no rank saves alone: write an
+            PeerError: a rank was lost, or comes back with `elastic`. The old sets remain, and no
+                rank saves alone: write an
                 emergency copy of this rank's state with `torch.save`.
         """
         step = operator.index(step)
@@ -142,7 +143,7 @@ class Checkpoints:
                 another number of replicas contains shards of tensors; raised on all ranks.
             NonFiniteError: the set must be averaged, and a file has NaN or infinity where others
                 have finite values; raised on all ranks.
-            PeerError: a rank was lost.
+            PeerError: a rank was lost, or comes back with `elastic`.
         """
         saved = self._newest(same_world)
         self._complete = [] if saved is None else [(saved.step, saved.world_size)]

@@ -63,10 +63,11 @@ class TopKCodec(Codec):
         """Write the largest elements of each block."""
         rows = values.view(-1, _BLOCK)
         sizes, found = rows.abs().topk(self.k, dim=1)
-        means = sizes.mean(1, keepdim=True)
-        # Zeros pad the last block, and must not make its scale small.
-        last, rest = divmod(place.part.stop - place.part.start, _BLOCK)
-        means[last:] *= max(1.0, self.k / (rest or _BLOCK))
+        # Where few elements of a block differ, the error would grow and not shrink with the others:
+        # they are sent as copies of the largest one, which a reader writes to one place.
+        sent = sizes >= _SMALL / 2 * sizes.mean(1, keepdim=True)
+        means = (sizes * sent).sum(1, keepdim=True) / sent.sum(1, keepdim=True)
+        sizes, found = (each.where(sent, each[:, :1]) for each in (sizes, found))
         scales = means.to(_SCALE)
         bits = (sizes > (_SMALL + _LARGE) / 2 * scales) + 2 * (rows.gather(1, found) < 0)
         codes = (bits.view(len(rows), -1, 4) << _shifts(messages)).sum(2)

@@ -72,8 +72,9 @@ class DecentralizedDataParallel(Module):
             inside the backward pass, where the other gradients are not known yet; of the whole
             model with ``update_in_backward=False``. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
-            None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
-            whose weights cuDNN keeps in a storage of their own.
+            None does so unless there is a mesh, whose shards cannot be views, an RNN on a GPU,
+            whose weights cuDNN keeps in a storage of their own, or a parameter in shared memory,
+            which other processes read there.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers, and frozen
             parameters that differ between ranks.
         bucket_size_in_mb: upper bound of a bucket in MiB; None as in `DecentOptimWrapper`.
