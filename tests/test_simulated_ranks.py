@@ -235,7 +235,7 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     guide = (examples / "guides" / "slow_network.md").read_text()
     for table in (regret.speed_table(regret.Point(4, 0.0, "AdamW")), regret.best_table("AdamW")):
         assert table in guide
-    first = (examples.parent / "README.md").read_text()
+    first = " ".join((examples.parent / "README.md").read_text().split())
 
     def above(ranks: int, optimizer: str, size: str = "0.1M") -> str:
         row = time_to_loss.Row("ours, complete, int4", ranks, optimizer, size=size)
