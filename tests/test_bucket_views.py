@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import backward, batch, fill, flat, make_model
+from modules import backward, batch, fill, flat
 from modules import wrap as wrap_module
 from problem import CODED, MODES, flatten, make_params, take_steps, wrap
 from ranks import run_threads
@@ -220,22 +220,6 @@ def tied_model(seed: int = 0) -> nn.Sequential:
 def saved_bytes(part: nn.Module) -> int:
     torch.save(part.state_dict(), file := io.BytesIO())
     return len(file.getvalue())
-
-
-def test_parameters_in_shared_memory_stay_there_for_other_processes() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        module = make_model().share_memory()
-        others = [param.detach() for param in module.parameters()]
-        before = flat(module)
-        model = wrap_module(module, group)
-        assert len(model.optimizer.buckets) > 1
-        backward(model(batch(rank, 0)).sum())
-        model.optimizer.synchronize()
-        assert all(param.is_shared() for param in module.parameters())
-        assert torch.equal(flatten(others), flat(module))
-        assert not torch.equal(flat(module), before)
-
-    run_threads(2, main)
 
 
 def test_a_copy_of_a_model_with_views_is_exported_whole_and_in_part(tmp_path: Path) -> None:

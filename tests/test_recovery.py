@@ -365,13 +365,15 @@ def train_with_a_donor_that_dies(
         return train_or_tell(rank, world_size, store, report, topology="complete", timeout=TIMEOUT)
 
 
-def test_a_rank_with_part_of_a_state_does_not_begin_a_new_run_with_it() -> None:
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_rank_with_part_of_a_state_does_not_begin_a_new_run_with_it(stops: bool) -> None:
+    """Neither a new process nor one that stood still, whose own values belong to another round."""
     with RestartableProcesses(2, train_with_a_donor_that_dies) as processes:
         processes.all_reach("joined")
         processes.wait_for(0, "round 3")
-        processes.kill(1)
+        processes.signal(1, signal.SIGSTOP) if stops else processes.kill(1)
         processes.wait_for_members(0, (0,))
-        processes.start(1)
+        processes.signal(1, signal.SIGCONT) if stops else processes.start(1)
         processes.wait_for(0, "sent")
         processes.kill(0)
         processes.start(0)

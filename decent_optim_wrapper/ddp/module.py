@@ -72,9 +72,9 @@ class DecentralizedDataParallel(Module):
             inside the backward pass, where the other gradients are not known yet; of the whole
             model with ``update_in_backward=False``. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
-            None does so unless there is a mesh, whose shards cannot be views, an RNN on a GPU,
-            whose weights cuDNN keeps in a storage of their own, or a parameter in shared memory,
-            which other processes read there.
+            None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
+            whose weights cuDNN keeps in a storage of their own. Views leave shared memory, so pass
+            False if another process reads the parameters there.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers, and frozen
             parameters that differ between ranks.
         bucket_size_in_mb: upper bound of a bucket in MiB; None as in `DecentOptimWrapper`.
@@ -341,10 +341,8 @@ def _of_the_model(name: str) -> AttributeError:
 
 def wants_views(model: Module, mesh: Any) -> bool:
     """Return whether the parameters may be views of buckets, as far as the model shows."""
-    params = ((isinstance(m, nn.RNNBase), p) for m in model.modules() for p in m.parameters(False))
-    # Other processes read what is in shared memory, and would not see what moves to a bucket.
-    stays = (in_rnn if p.is_cuda else p.untyped_storage().is_shared() for in_rnn, p in params)
-    return mesh is None and not any(stays)
+    rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
+    return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
 def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:

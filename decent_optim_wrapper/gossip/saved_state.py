@@ -103,10 +103,8 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
         groups: of a base or of its state dict.
 
     Returns:
-        A new dict; `state` itself if it has the same order, or no names, or other ones.
-
-    Raises:
-        ValueError: the groups contain other parameters than those of the state.
+        A new dict; `state` itself if it has the same order, or no names, or other ones. Groups are
+        those of the same parameters, and otherwise those at the same position.
     """
     saved = state.get("param_groups", ())
     numbers: dict[str, Any] = {}
@@ -117,15 +115,15 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
     counted = range(sum(len(group["params"]) for group in groups))
     if places.keys() != {*counted} or order == [*counted]:
         return state
-    by_names = {frozenset(group["param_names"]): group for group in saved}
-    if by_names.keys() != {frozenset(group["param_names"]) for group in groups}:
-        raise ValueError("a state expects groups with the same parameters as its own, got others")
+    by_names = {frozenset(group.get("param_names", ())): group for group in saved}
+    wanted = [frozenset(group["param_names"]) for group in groups]
+    # Otherwise torch refuses groups of other sizes.
+    if by_names.keys() == {*wanted}:
+        named = zip(wanted, groups, strict=True)
+        saved = [by_names[key] | {"param_names": own["param_names"]} for key, own in named]
+    fresh = iter(range(sum(len(g["params"]) for g in saved)))
     moved = {**state, "state": {places.get(key, key): row for key, row in state["state"].items()}}
-    moved["param_groups"] = [
-        by_names[frozenset(names)]
-        | {"param_names": names, "params": [places[numbers[name]] for name in names]}
-        for names in (group["param_names"] for group in groups)
-    ]
+    moved["param_groups"] = [{**g, "params": [next(fresh) for _ in g["params"]]} for g in saved]
     if GOSSIP_KEY in state:
         gossip = moved[GOSSIP_KEY] = _rearranged(state[GOSSIP_KEY], _pick, order, order)
         if "plan" in gossip:

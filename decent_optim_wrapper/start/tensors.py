@@ -57,8 +57,7 @@ class Tensors(NamedTuple):
         compared: further tensors that all ranks must have: the buffers that the user passes and, in
             a module that contains the wrapper, all that it contains.
         state: these, and all else in the model, which may differ between ranks.
-        averaged: the tensors that an average includes, or restores, besides the parameters that are
-            trained.
+        averaged: the tensors that an average includes besides the parameters that are trained.
     """
 
     parameters: list[Named]
@@ -106,7 +105,10 @@ def find_tensors(
     more = [each for each in more if buffers is None or each.kind == "parameter"]
     # A rank that comes back makes those anew that are frozen now.
     every = sorted((*given, *parameters, *more), key=lambda each: each.kind == "parameter")
-    averaged = [e for e in every if e.kind == "buffer" or not e.tensor.requires_grad]
+    fixed = [e for e in every if e.kind == "buffer" or not e.tensor.requires_grad]
+    # Torch does not add values of 8 bits.
+    real = [(each, each.tensor.dtype) for each in fixed]
+    averaged = [e for e, d in real if (d.is_floating_point or d.is_complex) and d.itemsize > 1]
     return Tensors(parameters=parameters, compared=compared, state=state, averaged=averaged)
 
 

@@ -77,8 +77,8 @@ class ModelState:
     ) -> Averaged:
         """The tensors whose values differ between ranks; collective.
 
-        Parameters that require a gradient now are left out. Buffers that are the same on all ranks,
-        and those of integers, are only restored afterwards.
+        Parameters that require a gradient now are left out. Buffers that are the same on all ranks
+        are only restored afterwards.
 
         Args:
             layout: how tensors are put into buckets.
@@ -174,10 +174,7 @@ def gather_numbers(numbers: Sequence[int], transport: Transport) -> list[list[in
 
 def _digest(named: Named) -> int:
     is_trained = named.kind == "parameter" and named.tensor.requires_grad
-    dtype = named.tensor.dtype
-    # Torch does not add values of 8 bits.
-    has_mean = (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
-    return digest(named.tensor) if has_mean and not is_trained else _LEFT_OUT
+    return _LEFT_OUT if is_trained else digest(named.tensor)
 
 
 def _mark(named: Named) -> int:

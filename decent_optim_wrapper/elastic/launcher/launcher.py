@@ -78,8 +78,8 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
     before = {
         number: signal.signal(number, lambda each, _: received.append(signal.Signals(each)))
         for number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-        # As nohup does, so that the ranks outlive a terminal.
-        if signal.getsignal(number) is not signal.SIG_IGN
+        # With nohup the ranks outlive a terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield received

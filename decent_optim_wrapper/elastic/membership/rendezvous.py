@@ -150,8 +150,8 @@ class Rendezvous:
 
         Raises:
             PeerError: the members could not connect, this newcomer has a dead link to one of them,
-                not all ranks came at the start, the store is gone, or another process has taken
-                the place of this one.
+                not all ranks came at the start, all with a state were lost, the store is gone, or
+                another process has taken the place of this one.
             ValueError: a rank could not start; the text quotes its error. Or another process that
                 is alive has the number of this rank.
         """
