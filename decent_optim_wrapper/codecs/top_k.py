@@ -18,11 +18,11 @@ _SCALE = torch.bfloat16
 class TopKCodec(Codec):
     """Sends the k elements of each block of 256 that are largest in absolute value, in two bits.
 
-    An element becomes +-0.85 or +-1.3 times the mean size of the k elements, which is sent as
-    bfloat16. The rest stays in the difference to the reference and is sent later, which is error
-    feedback (EF21, Richtarik et al. 2021; two bits as in SparseLoCo, Sarfi et al. 2025). A message
-    takes (1.25 k + 2) / 256 bytes per element. In a group of m > 2 ranks, a mean has k m elements
-    of each block, at most 128.
+    An element becomes +-0.85 or +-1.3 times the mean size of those sent, which is sent as bfloat16.
+    Elements below 0.425 times the mean of the k are not sent. The rest stays in the difference to
+    the reference and is sent later, which is error feedback (EF21, Richtarik et al. 2021; two bits
+    as in SparseLoCo, Sarfi et al. 2025). A message takes (1.25 k + 2) / 256 bytes per element. In a
+    group of m > 2 ranks, a mean has k m elements of each block, at most 128.
 
     Args:
         k: number of elements per block, a multiple of 4 up to 256.
