@@ -100,8 +100,7 @@ class Checkpoints:
                 ``weights_only=True``.
             OSError: this rank could not write. Rank 0 warns of it, and the old sets remain.
             PeerError: a rank was lost, or comes back with `elastic`. The old sets remain, and no
-                rank saves alone: write an
-                emergency copy of this rank's state with `torch.save`.
+                rank saves alone: write an emergency copy of this rank's state with `torch.save`.
         """
         step = operator.index(step)
         self._check_step(step)

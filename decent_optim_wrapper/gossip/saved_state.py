@@ -116,11 +116,11 @@ def renumbered(state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[
     if places.keys() != {*counted} or order == [*counted]:
         return state
     by_names = {frozenset(group.get("param_names", ())): group for group in saved}
-    wanted = [frozenset(group["param_names"]) for group in groups]
+    wanted = [frozenset(group.get("param_names", ())) for group in groups]
     # Otherwise torch refuses groups of other sizes.
     if by_names.keys() == {*wanted}:
         named = zip(wanted, groups, strict=True)
-        saved = [by_names[key] | {"param_names": own["param_names"]} for key, own in named]
+        saved = [by_names[key] | {"param_names": own.get("param_names", [])} for key, own in named]
     fresh = iter(range(sum(len(g["params"]) for g in saved)))
     moved = {**state, "state": {places.get(key, key): row for key, row in state["state"].items()}}
     moved["param_groups"] = [{**g, "params": [next(fresh) for _ in g["params"]]} for g in saved]

@@ -258,7 +258,7 @@ class Recovery:
         coordinator.local_update.set_members(len(epoch.members))
         if epoch.has_newcomers:
             if self.joins:
-                # If it fails, its own values are a part of two states, at no round.
+                # If it fails, this rank has parts of two states, which belong to no round.
                 self._note = self._note._replace(round=0)
             hand_over(self._trained, coordinator, epoch.donor, takes=self.joins)
             self.takeovers += self.joins
