@@ -431,7 +431,8 @@ def train_twice(
         time.sleep(1.5 * STALE_AFTER)
         os._exit(1)
     # As numpy's generators make them.
-    sampler, used = ElasticSampler(90, optimizer, 2, seed=np.int64(7)), list[int]()
+    seed: Any = np.int64(7)
+    sampler, used = ElasticSampler(90, optimizer, 2, seed=seed), list[int]()
     while sampler.epoch == 0:
         for batch in sampler:
             take_steps(optimizer, params, rank, [optimizer.round])

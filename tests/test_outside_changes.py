@@ -269,7 +269,7 @@ class InTwoSteps(Optimizer):
 def test_a_parameter_that_is_moved_to_another_group_has_the_options_of_that(overlap: Any) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
-        groups = [{"params": params[:-1]}, {"params": params[-1:], "lr": 0.0}]
+        groups: list[Any] = [{"params": params[:-1]}, {"params": params[-1:], "lr": 0.0}]
         base = torch.optim.SGD(groups, lr=0.1)
         optimizer = wrap(params, group, base, topology="complete", overlap=overlap)
         assert len(optimizer.buckets) > 1

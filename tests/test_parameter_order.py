@@ -187,7 +187,7 @@ def test_groups_in_another_order_keep_their_options_and_other_groups_are_refused
         def make(order: int, size: int = 2) -> tuple[nn.Module, DecentOptimWrapper]:
             model = make_model(0)
             named = list(model.named_parameters())
-            groups = [{"params": named[:size]}, {"params": named[size:], "lr": 0.3}]
+            groups: list[Any] = [{"params": named[:size]}, {"params": named[size:], "lr": 0.3}]
             base = SGD(groups[::order], lr=0.1, momentum=0.9)
             options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB}
             return model, DecentOptimWrapper(base, model=model, **options)
