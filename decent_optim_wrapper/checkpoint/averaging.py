@@ -136,11 +136,9 @@ class Averaging:
             kind = own.shape, own.dtype
             tensors = {rank: each for rank, each in by_rank.items() if isinstance(each, Tensor)}
             alike = {rank: t for rank, t in tensors.items() if (t.shape, t.dtype) == kind}
-            has_mean = own.is_floating_point() or own.is_complex()
-            if not has_mean or all(map(is_direction, alike.values())):
-                mean = own.detach().clone()
-            else:
-                mean = self._mean(alike, name)
+            is_inexact = own.is_floating_point() or own.is_complex()
+            has_mean = is_inexact and not all(map(is_direction, alike.values()))
+            mean = self._mean(alike, name) if has_mean else own.detach().clone()
             self._done[key] = mean.to(self.device)
         return self._done[key]
 

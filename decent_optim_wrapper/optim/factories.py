@@ -70,7 +70,8 @@ def optim_fn_accum_adam(
     accum_iter: int = 4,
 ) -> Optimizer:
     """Build `AccumAdam` with windows of `accum_iter` steps, else as `optim_fn_adam` does."""
-    return AccumAdam(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
+    groups = _groups(params, weight_decay)
+    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
 
 def optim_fn_accum_adamw(
@@ -83,7 +84,8 @@ def optim_fn_accum_adamw(
     accum_iter: int = 4,
 ) -> Optimizer:
     """Build `AccumAdamW` with windows of `accum_iter` steps, else as `optim_fn_adam` does."""
-    return AccumAdamW(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
+    groups = _groups(params, weight_decay)
+    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
 
 def lr_scheduler_fn_cosine_with_warmup(
