@@ -27,7 +27,7 @@ from decent_optim_wrapper.gossip.rounds import Rounds
 _SLOWER, _WAITS = 1.2, 0.1
 # The bytes of a step that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
-_SEND_LESS = "send fewer bits (torch.int4, TopKCodec()), or mix less: Schedule(gossip_every=4)"
+_SEND_LESS = "send fewer bits (torch.int2, TopKCodec()), or mix less: Schedule(gossip_every=4)"
 _NOT_FOR_BYTES = "they share cores, code slowly, have varying steps, or the latency is long"
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")

@@ -97,8 +97,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         sync_at_start: broadcast parameters and buffers from rank 0, and all else that `model`
             contains. Weights that only another rank has loaded are lost, with a warning.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
-            bytes per parameter), torch.int8 or torch.float8_e4m3fn (1.016), torch.int4 (0.516), or
-            a `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding, a rank in a pair
+            bytes per parameter), torch.int8 (1.016), torch.int4 (0.516), torch.int2 (0.213), or a
+            `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding, a rank in a pair
             computes x_i + (1 - w) (q(x_j) - q(x_i)), so its own parameters are not rounded, and
             rounding never moves the mean over the ranks. The difference to a reference is rounded,
             which costs a copy of the parameters for each group of the rank. With more than 4

@@ -17,7 +17,7 @@ from problem import make_params, take_steps, wrap
 from ranks import run_script, run_threads
 
 from decent_optim_wrapper import Extension, Schedule
-from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.codecs import INT2, INT4
 from decent_optim_wrapper.gossip.extension import ExtensionContext
 from decent_optim_wrapper.gossip.timing import KEPT_STEPS
 
@@ -101,9 +101,10 @@ ADVICE: dict[str, tuple[tuple[float, float], dict[str, Any], set[str], set[str]]
     "bytes": ((0.4, 0.5), {}, {INT8}, {"topology", LATE}),
     "bytes of groups": ((0.4, 0.5), GROUPS, {INT8, PAIRS}, {LATE}),
     "bytes of int8": ((0.4, 0.5), CODED, {"comm_dtype=torch.int4 sends"}, {"int8", LATE}),
-    "bytes of int4": (
+    "bytes of int4": ((0.4, 0.5), {"comm_dtype": INT4}, {"comm_dtype=torch.int2 sends"}, {LATE}),
+    "bytes of int2": (
         (0.4, 0.5),
-        {"comm_dtype": INT4},
+        {"comm_dtype": INT2},
         {NOTHING, "mixing less often would"},
         {FEWER},
     ),
@@ -118,7 +119,7 @@ def test_one_line_says_how_long_steps_have_waited_and_what_would_shorten_that(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         # In two buckets, of more than 64 KiB: bytes can explain a wait.
-        params = make_params(shapes=[(150_000,), (150_000,)])
+        params = make_params(shapes=[(170_000,), (170_000,)])
         more = {"topology": "ring", "bucket_cap_mb": 1.5, "extensions": [Measured(*waits)]}
         optimizer = wrap(params, group, **{**more, **options})
         assert len(optimizer.buckets) == 2

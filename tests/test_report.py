@@ -131,7 +131,7 @@ def test_a_link_is_blamed_only_for_waits_that_its_bytes_explain() -> None:
     slow = of_two()
     assert slow.slow_link == Link(ranks=(0, 1), wait_seconds=0.052)
     (advice,) = slow.advice
-    assert "torch.int4" in advice
+    assert "torch.int2" in advice
     for busy in (of_two(nbytes=3072), of_two(fastest=0.1)):
         assert busy.slow_link is None
         (advice,) = busy.advice

@@ -4,14 +4,15 @@ import torch
 
 from decent_optim_wrapper.codecs.base import Codec, Place, is_finite_on_device, wide
 from decent_optim_wrapper.codecs.cast import CastCodec
-from decent_optim_wrapper.codecs.scaled import Float8Codec, Int4Codec, Int8Codec, ScaledCodec
+from decent_optim_wrapper.codecs.scaled import Int2Codec, Int4Codec, Int8Codec, ScaledCodec
 from decent_optim_wrapper.codecs.top_k import TopKCodec
 
 __all__ = [
+    "INT2",
     "INT4",
     "CastCodec",
     "Codec",
-    "Float8Codec",
+    "Int2Codec",
     "Int4Codec",
     "Int8Codec",
     "Place",
@@ -24,13 +25,14 @@ __all__ = [
 
 # Missing in torch's stubs.
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+INT2: torch.dtype = torch.int2  # type: ignore[attr-defined]
 _CODECS: dict[torch.dtype, Codec | None] = {
     torch.float32: None,
     torch.bfloat16: CastCodec(torch.bfloat16),
     torch.float16: CastCodec(torch.float16),
-    torch.float8_e4m3fn: Float8Codec(),
     torch.int8: Int8Codec(),
     INT4: Int4Codec(),
+    INT2: Int2Codec(),
 }
 
 

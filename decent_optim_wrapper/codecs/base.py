@@ -84,6 +84,10 @@ class Codec(ABC):
         """
         return self
 
+    def of_first_rounds(self) -> Codec:
+        """The codec of the rounds that move the reference only, if this one is coarse."""
+        return self
+
     @abstractmethod
     def is_finite(self, messages: Tensor) -> Tensor:
         """Return whether all coded values are finite.

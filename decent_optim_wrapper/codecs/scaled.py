@@ -1,8 +1,9 @@
-"""Codecs of 8 and 4 bits, with a scale for each block of 256 elements."""
+"""Codecs of 8, 4 and 1.6 bits, with a scale for each block."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,59 +11,71 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import fused
 from decent_optim_wrapper.codecs.base import Codec, Place, in_rows, is_finite_on_device
 
-_BLOCK = 256
 _SCALE_BYTES = torch.float32.itemsize
 
 
 class ScaledCodec(Codec):
-    """Codes each block d as d / s, with the scale s = max|d| / largest.
+    """Codes each block d as integers d / s, with a scale s.
 
     A message consists of the codes and then the float32 scales. Every operation on values is one
     multiplication or addition, which is rounded once, so all ranks decode the same bits.
 
     Attributes:
-        bits: number of bits of a code.
         largest: absolute value of the largest code.
+        per_byte: number of codes in a byte, as k + base k' + base^2 k'' and so on. Each is of
+            another one of so many equal parts of a slice.
+        base: at least the number of levels, 2 largest + 1; unused for one code in a byte.
     """
 
-    block = _BLOCK
-    bits: int
-    largest: float
+    block = 256
+    largest: int
+    per_byte, base = 1, 0
 
-    @abstractmethod
+    def scales(self, values: Tensor) -> Tensor:
+        """The scale of each block: the largest absolute value is the largest code.
+
+        Args:
+            values: of shape (chunks, blocks, block).
+        """
+        # Without a pass that writes absolute values.
+        return torch.maximum(values.amin(2).neg_(), values.amax(2)).div_(self.largest)
+
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """Write scaled values of whole blocks as codes.
 
         Args:
-            values: scaled values from -largest to largest, of shape (chunks, blocks, 256); may be
-                overwritten.
-            codes: the result, int8 of shape (chunks, blocks, 32 * bits).
+            values: values over scales, of shape (chunks, blocks, block); overwritten.
+            codes: the result, int8 of shape (chunks, blocks, block / per_byte).
         """
+        first, *others = self._in_parts(values.round_())
+        total = codes.view(len(codes), -1).copy_(first)
+        for place, other in enumerate(others, 1):
+            # Of a quarter of the bytes, which are added faster.
+            total.add_(other.to(torch.int8), alpha=self.base**place)
 
-    @abstractmethod
     def unpack(self, codes: Tensor, values: Tensor) -> None:
         """Read codes as scaled values; arguments as in `pack`."""
+        parts = self._in_parts(values)
+        parts[0].copy_(codes.view(len(codes), -1))
+        for low, high in pairwise(parts):
+            torch.mul(low, 1 / self.base, out=high).round_()
+            low.sub_(high, alpha=self.base)
 
     @property
     def block_bytes(self) -> int:
         """The bytes of the codes and of the scale."""
-        return self._code_bytes + _SCALE_BYTES
-
-    @property
-    def _code_bytes(self) -> int:
-        return _BLOCK * self.bits // 8
+        return self.block // self.per_byte + _SCALE_BYTES
 
     def is_finite(self, messages: Tensor) -> Tensor:
         """Return whether all blocks are finite; one that is not has a scale that is not."""
-        scales = in_rows(messages)[:, self._scales_at(messages) :].view(torch.float32)
+        _, scales = self._parts(in_rows(messages))
         # A scale that was rounded up may be finite, and the value of the largest code infinite.
         return is_finite_on_device(scales * self.largest)
 
     def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Scale some blocks, and code them."""
-        codes, scales = self._parts(messages, place)
-        # The largest absolute value, without a pass that writes them.
-        scales.copy_(torch.maximum(values.amin(2).neg_(), values.amax(2)).div_(self.largest))
+        codes, scales = (part[place.chunks, place.blocks] for part in self._parts(messages))
+        scales.copy_(self.scales(values))
         # The reciprocal of the scale as it is sent, which is rounded.
         inverse = scales.to(values.dtype).reciprocal()
         inverse.masked_fill_(scales < fused.SMALLEST_SCALE, 0)
@@ -70,36 +83,33 @@ class ScaledCodec(Codec):
 
     def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Decode some blocks, and scale them back."""
-        self._restore(*self._parts(messages, place), values)
+        codes, scales = (part[place.chunks, place.blocks] for part in self._parts(messages))
+        self._restore(codes, scales, values)
 
     def _restore(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
         self.unpack(codes, values)
         values.mul_(scales.to(values.dtype).unsqueeze(2))
 
-    def _parts(self, messages: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """The codes of some blocks, of shape (chunks, blocks, bytes), and their scales."""
-        chunks, blocks, width = place.chunks, place.blocks, self._code_bytes
-        at = self._scales_at(messages)
-        codes = messages[chunks, blocks.start * width : blocks.stop * width]
-        start, stop = (at + block * _SCALE_BYTES for block in (blocks.start, blocks.stop))
-        scales = messages[chunks, start:stop].view(torch.float32)
-        return codes.view(torch.int8).view(*place.shape, width), scales
+    def _parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of all blocks, of shape (chunks, blocks, bytes), and their scales."""
+        shape = messages.shape[1] // self.block_bytes, self.block // self.per_byte
+        codes, scales = messages.tensor_split([math.prod(shape)], dim=1)
+        return codes.view(torch.int8).unflatten(1, shape), scales.view(torch.float32)
 
-    def _scales_at(self, messages: Tensor) -> int:
-        return messages.shape[-1] // self.block_bytes * self._code_bytes
+    def _in_parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        """The parts of a slice of which a byte holds a code each."""
+        return values.view(len(values), self.per_byte, -1).unbind(1)
 
 
 class Int8Codec(ScaledCodec):
     """Rounds to 255 levels: 1.016 bytes per element."""
 
-    bits, largest = 8, 127
+    largest = 127
 
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
         """Like `Codec.encode`, on a GPU in one kernel."""
-        chunks, blocks, _ = self._sizes(messages := in_rows(message))
-        whole = Place(slice(0, len(values)), slice(0, chunks), slice(0, blocks))
-        codes, scales = self._parts(messages, whole)
+        codes, scales = self._parts(in_rows(message))
         found = fused.FUSED.call(fused.encode, values, reference, codes)
         if found is None:
             super().encode(values, message, reference)
@@ -111,51 +121,38 @@ class Int8Codec(ScaledCodec):
         if fused.FUSED.call(fused.decode, codes, scales, values) is None:
             super()._restore(codes, scales, values)
 
-    def pack(self, values: Tensor, codes: Tensor) -> None:
-        """One code in each byte."""
-        codes.copy_(values.round_())
-
-    def unpack(self, codes: Tensor, values: Tensor) -> None:
-        """One code in each byte."""
-        values.copy_(codes)
-
 
 class Int4Codec(ScaledCodec):
-    """Rounds to 15 levels: 0.516 bytes per element.
+    """Rounds to 15 levels: 0.516 bytes per element."""
 
-    A byte holds a code k of the first half of a chunk's slice and one of the second, as k + 16 k'.
-    """
-
-    bits, largest = 4, 7
+    largest, per_byte, base = 7, 2, 16
     is_coarse = in_slices = True
 
-    def pack(self, values: Tensor, codes: Tensor) -> None:
-        """Two codes in each byte."""
-        # Of a quarter of the bytes, which are added faster.
-        low, high = values.round_().to(torch.int8).view(len(values), 2, -1).unbind(1)
-        torch.add(low, high, alpha=16, out=codes.view(len(codes), -1))
 
-    def unpack(self, codes: Tensor, values: Tensor) -> None:
-        """Two codes in each byte."""
-        low, high = values.view(len(values), 2, -1).unbind(1)
-        low.copy_(codes.view(len(codes), -1))
-        torch.mul(low, 1 / 16, out=high).round_()
-        low.sub_(high, alpha=16)
+class Int2Codec(ScaledCodec):
+    """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
 
-
-class Float8Codec(ScaledCodec):
-    """Rounds to float8_e4m3fn, with three bits of mantissa: 1.016 bytes per element.
-
-    The error is smaller than with `Int8Codec` for small elements of a block, and larger for large
-    ones.
+    The scale s of a block d is the sum of d^2 over the sum of |d|. It is the best one for values
+    that are evenly or exponentially distributed, or that have one size where they are not 0.
+    Whatever they are, the rest is smaller than the values: those above s / 2 become smaller, and
+    the largest one is not below s.
     """
 
-    bits, largest = 8, 448.0
+    block = 320
+    largest, per_byte, base = 1, 5, 3
+    is_coarse = in_slices = True
+
+    def of_first_rounds(self) -> Int4Codec:
+        """With three levels, a reference that starts at zero would come near too slowly."""
+        return Int4Codec()
+
+    def scales(self, values: Tensor) -> Tensor:
+        """The scale of each block; argument as in `ScaledCodec.scales`."""
+        sizes = values.abs().sum(2)
+        norms = torch.linalg.vector_norm(values, dim=2)
+        # Blocks of zeros have no mean size.
+        return norms.div(sizes.clamp_min_(fused.SMALLEST_SCALE)).mul_(norms)
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
-        """One code in each byte."""
-        codes.view(torch.float8_e4m3fn).copy_(values)
-
-    def unpack(self, codes: Tensor, values: Tensor) -> None:
-        """One code in each byte."""
-        values.copy_(codes.view(torch.float8_e4m3fn))
+        """Like `ScaledCodec.pack`; larger values become the scale."""
+        super().pack(values.clamp_(-1, 1), codes)

@@ -50,18 +50,18 @@ class CodedExchange(Exchange):
 
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position)
-        self._codec = codec
         numel, size = bucket.wire.numel, round.group.size
         self.on_thread = not self.on_gpu and (self.via_cpu or numel > FEW)
-        # The equal parts of the vector that are coded separately, a row for each.
-        self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
-        self._length = _length(self._chunks[0])
         references = round.references
         self._reference = None if references is None else references.of(bucket)
         self.uses_reference = self._reference is not None
         is_coarse = self.uses_reference and codec.is_coarse
         if references is not None and is_coarse and references.is_far(bucket):
-            self._weight = 0.0
+            self._weight, codec = 0.0, codec.of_first_rounds()
+        self._codec = codec
+        # The equal parts of the vector that are coded separately, a row for each.
+        self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
+        self._length = _length(self._chunks[0])
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
         self._nbytes = codec.nbytes(self._length)

@@ -341,7 +341,6 @@ TRAJECTORIES: dict[str, dict[str, Any]] = {
     },
     "int8, complete": {"comm_dtype": torch.int8, "topology": "complete"},
     "int4, complete": {"comm_dtype": INT4, "topology": "complete"},
-    "float8": {"comm_dtype": torch.float8_e4m3fn},
 }
 
 

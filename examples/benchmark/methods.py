@@ -131,8 +131,9 @@ def fours(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
 
 ALL_RANKS: dict[str, Any] = {"topology": "complete"}
 IN_PAIRS: dict[str, Any] = {"topology": "one-peer-exp"}
-FLOAT32, INT8, INT4, TOP_K = (
-    {"comm_dtype": each} for each in (torch.float32, torch.int8, torch.int4, TopKCodec())
+FLOAT32, INT8, INT4, INT2, TOP_K = (
+    {"comm_dtype": each}
+    for each in (torch.float32, torch.int8, torch.int4, torch.int2, TopKCodec())
 )
 METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
@@ -148,6 +149,8 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the wrapper, pairs, float32": partial(wrapper, **IN_PAIRS, **FLOAT32),
     "the wrapper, pairs, int8": partial(wrapper, **IN_PAIRS, **INT8),
     "the wrapper, pairs, int4": partial(wrapper, **IN_PAIRS),
+    "the wrapper, int2": partial(wrapper, **INT2),
+    "the wrapper, pairs, int2": partial(wrapper, **IN_PAIRS, **INT2),
     "the wrapper, delayed": partial(wrapper, overlap=True),
     "the wrapper without the model": partial(wrapper, known=False),
     "the wrapper without the model, int8": partial(wrapper, known=False, **INT8),
@@ -160,6 +163,8 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the module, pairs, int8": partial(module, **IN_PAIRS, **INT8),
     "the module, pairs, int4": partial(module, **IN_PAIRS),
     "the module, fours, int4": fours,
+    "the module, int2": partial(module, **INT2),
+    "the module, pairs, int2": partial(module, **IN_PAIRS, **INT2),
     "the module, top-k": partial(module, **TOP_K),
 }
 # For links at which an all-reduce takes at least 8 times as long as computing.
@@ -176,7 +181,7 @@ FAR_METHODS |= {
         wrapper, schedule=Schedule(gossip_every=k), overlap=Late(k), **topology, **dtype
     )
     for where, topology in (("", ALL_RANKS), ("pairs, ", IN_PAIRS))
-    for code, dtype in (("int4", INT4), ("top-k", TOP_K))
+    for code, dtype in (("int4", INT4), ("int2", INT2), ("top-k", TOP_K))
     for k in (2, 4, 8, 16)
 }
 FAR_METHODS |= {

@@ -32,11 +32,12 @@ from stacked_gpt import SIZES, SMALL, StackedGPT
 from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Int4Codec, Int8Codec, TopKCodec
+from decent_optim_wrapper.codecs import Int2Codec, Int4Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
-INT8, INT4, TOP_K, TOP_K_4 = Int8Codec(), Int4Codec(), TopKCodec(), TopKCodec(4)
+INT8, INT4, INT2 = Int8Codec(), Int4Codec(), Int2Codec()
+TOP_K, TOP_K_4 = TopKCodec(), TopKCodec(4)
 # 16 ranks average exactly after two rounds.
 FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
 
@@ -69,18 +70,22 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
         "ours, int4": Method(codec=INT4),
+        "ours, int2": Method(codec=INT2),
         "ours, top-k": Method(codec=TOP_K),
         "ours, top-k 4": Method(codec=TOP_K_4),
         "ours, delayed, top-k": Method(late=1, codec=TOP_K),
         "ours, complete, int8": Method(topology="complete", codec=INT8),
         "ours, complete, int4": Method(topology="complete", codec=INT4),
+        "ours, complete, int2": Method(topology="complete", codec=INT2),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
+        "ours, groups of 4, int2": Method(topology=FOURS, codec=INT2),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, delayed, int4": Method(late=1, codec=INT4),
+        "ours, delayed, int2": Method(late=1, codec=INT2),
         "ours, 2 steps late, int8": Method(every=2, late=2, codec=INT8),
         "ours, 4 steps late, int8": Method(every=4, late=4, codec=INT8),
         "ours, moments": Method(moments=(("exp_avg", 3), ("exp_avg_sq", 6))),
@@ -115,7 +120,10 @@ METHODS |= {
 METHODS |= {
     (name := f"ours, {where}{when}, {label}"): {name: Method(topology, every, late, codec)}
     for where, topology in (("", "one-peer-exp"), ("complete, ", "complete"))
-    for label, codec in (("int4", INT4), ("top-k", TOP_K), ("top-k 4", TOP_K_4))
+    for label, codec in (
+        *(("int4", INT4), ("int2", INT2)),
+        *(("top-k", TOP_K), ("top-k 4", TOP_K_4)),
+    )
     for when, every, late in (
         *((f"{k} steps late", k, k) for k in (2, 4, 8, 16)),
         *((f"every {k} steps", k, 0) for k in (2, 4, 8, 16)),
