@@ -63,19 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report: str | int | None = args.run_command(args)
     except (ValueError, ModuleNotFoundError, OSError, NonFiniteError) as error:
         args.parser.error(str(error))
-    if isinstance(report, int):
-        return report
-    if report is not None:
+    if isinstance(report, str):
         print(report)
-    return 0
+    return report if isinstance(report, int) else 0
 
 
 def _plan(args: argparse.Namespace) -> str:
     return plan(Job(**{name: getattr(args, name) for name in Job._fields}))
-
-
-def _comm(args: argparse.Namespace) -> str | None:
-    return link_probe.run(args.mib, args.repeats)
 
 
 def _average(args: argparse.Namespace) -> str:
@@ -111,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--optimizer", choices=("AdamW", "Muon", "SGD"), default="AdamW")
     job.add_argument("--varying", action="store_true", help="if the times of the ranks vary")
 
-    comm = add("comm", _comm, "test the links between all pairs of ranks; start it with torchrun")
+    about = "test the links between all pairs of ranks; start it with torchrun"
+    comm = add("comm", lambda args: link_probe.run(args.mib, args.repeats), about)
     comm.add_argument("--mib", type=float, default=8, help="of the large message; 8 by default")
     comm.add_argument("--repeats", type=int, default=5, help="of each measurement; 5 by default")
     average = add("average", _average, "write the averaged model of a checkpoint set")

@@ -108,8 +108,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             torch.float32. Over NCCL groups of more than two ranks send whole values.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and see `synchronize` before you
-            change their values by hand. Not for an RNN on a GPU: its flatten_parameters() replaces
-            the storage.
+            change their values by hand. Tensors that were taken from parameters before, such as a
+            transposed weight in a buffer, keep the old memory. Not for an RNN on a GPU: its
+            flatten_parameters() replaces the storage.
         timeout: how long to wait for a peer, as a timedelta or in seconds; None takes the timeout
             of the process group, or torch's 30 minutes if there is only a store.
         on_nonfinite: what to do if parameters contain NaN or infinity before they are mixed:
@@ -388,7 +389,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._coordinator.average.refuse("drop_extension()")
         for each in [each for each in self.extensions if isinstance(each, kind)]:
             self._coordinator.drop_extension(each)
-        self._notify_change()
+        self._notify()
 
     def rebuild_buckets(self) -> None:
         """Gossip all parameters of the base that require a gradient; collective.
@@ -422,7 +423,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             CallOrderError: a rank is in another method.
         """
         self._coordinator.global_avg(may_revert)
-        self._notify_change()
+        self._notify()
 
     def revert_global_avg(self) -> None:
         """Restore the values before `global_avg()`, bit for bit, and free the snapshot.
@@ -491,7 +492,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         distance = self._coordinator.meet(
             CollectiveCall.CONSENSUS_DISTANCE, self._coordinator.average.consensus_distance
         )
-        self._notify_change()
+        self._notify()
         return distance
 
     def clip_grad_norm_(
@@ -659,7 +660,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"other in every step; ranks may make different numbers of steps without it: call "
                 f"synchronize() at the end on all of them"
             )
-        return IdleRounds(self._coordinator, self._notify_change)
+        return IdleRounds(self._coordinator, self._notify)
 
     @property
     def _join_config(self) -> Any:
@@ -704,9 +705,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         if self._shared["logs_waits"] and len(self._rounds.policy.meter.history) == KEPT_STEPS:
             self._shared["logs_waits"] = False
             log_waits(self._rounds)
-        for each in self._after_step:
-            each()
-        self._notify_change()
+        self._notify(self._after_step)
 
     @contextmanager
     def _in_parts(
@@ -723,10 +722,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._coordinator.meet(CollectiveCall.REGROUP, add)
         if self._forward_hooks is not None:
             self._forward_hooks.watch()
-        self._notify_change()
+        self._notify()
 
-    def _notify_change(self) -> None:
-        """Call the user's callback if the members have changed, after everything else."""
+    def _notify(self, calls: Iterable[Callable[[], object]] = ()) -> None:
+        """Call functions of the user, and that for changes of the members, after all else."""
+        for each in calls:
+            each()
         if self._coordinator.members:
             self._coordinator.members.notify_change()
 

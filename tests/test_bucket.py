@@ -19,6 +19,13 @@ from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.plan import plan_buckets
 
+
+class Elsewhere(Tensor):
+    """A tensor that says that it is on another device than the parameters."""
+
+    device = torch.device("meta")
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 
 
@@ -107,3 +114,24 @@ def test_what_a_peer_sent_is_mixed_in_without_memory_of_its_own(views: bool) -> 
     assert largest < params[1].nbytes
     for param, old, theirs, ours in zip(params, before, *parts, strict=True):
         torch.testing.assert_close(param, old + 0.5 * (theirs - ours))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_what_passes_through_the_cpu_leaves_alone_what_a_round_in_flight_keeps(views: bool) -> None:
+    """As where an average comes between the launch and the mixing of a GPU's round over gloo."""
+    params = [torch.randn(32, 10), torch.randn(40)]
+    bucket = Bucket(params, Layout(25, as_view=views))
+    bucket.via_cpu = True
+    kept = bucket.values({}, needs_snapshot=True)
+    before = kept.data.clone()
+    for param in params:
+        param.add_(1.0)
+    flat = bucket.wire.new(torch.float32)
+    flat = flat._replace(data=flat.data.as_subclass(Elsewhere))
+    bucket.pack(flat)
+    assert torch.equal(flat.data.as_subclass(Tensor), before + 1.0)
+    assert torch.equal(kept.data, before)
+    flat.data.fill_(5.0)
+    bucket.unpack_(flat)
+    assert torch.equal(params[0], torch.full((32, 10), 5.0))
+    assert torch.equal(kept.data, before)

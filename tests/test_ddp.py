@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import time
@@ -174,6 +175,28 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
         assert not torch.equal(flat(first), flat(make_model()))
 
     run_threads(4, main)
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_a_state_that_is_saved_after_a_step_has_all_that_belongs_to_it(in_backward: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        def start() -> DecentralizedDataParallel:
+            options: Any = {"scaler": GradScaler("cpu", init_scale=64.0, growth_interval=1)}
+            options["lr_scheduler_fn"] = lambda base: CosineAnnealingLR(base, T_max=STEPS)
+            return wrap(make_model(), group, sgd, update_in_backward=in_backward, **options)
+
+        first, second = start(), start()
+        saved: list[Any] = []
+        first.optimizer.after_step(lambda: saved.append(copy.deepcopy(first.state_dict())))
+        train(first, rank, range(STEPS))
+        assert [state["scheduler"]["last_epoch"] for state in saved] == [*range(1, STEPS + 1)]
+        second.load_state_dict(saved[3])
+        train(second, rank, range(4, STEPS))
+        assert torch.equal(flat(first), flat(second))
+        assert second.scaler is not None
+        assert second.scaler.get_scale() == 64.0 * 2**STEPS
+
+    run_threads(2, main)
 
 
 @pytest.mark.parametrize("change", ["added", "rebuilt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import shutil
@@ -357,6 +358,25 @@ def fit_with_swapped_weights(rank: int, folder: Path) -> None:
     torch.testing.assert_close(torch.stack(validated), means / RANKS)
 
 
+def fit_with_a_rate_finder(rank: int, folder: Path) -> None:
+    """A fit that ends within the fit leaves the wrappers where they are."""
+    from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+
+    rows: list[Tensor] = []
+    module = make_module()
+    finder = LearningRateFinder(
+        num_training_steps=3, early_stop_threshold=None, update_attr=False, max_lr=0.05
+    )
+    recording = LambdaCallback(on_validation_batch_start=lambda *_: rows.append(vector_of(module)))
+    fit(module, folder, max_epochs=2, callbacks=[finder, recording])
+    for row in (*rows, vector_of(module)):
+        mean = row.clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(row, mean / RANKS)
+    assert len(rows) == 2
+    assert not torch.equal(*rows)
+
+
 def finetune(rank: int, folder: Path, adds: bool) -> None:
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
@@ -512,6 +532,56 @@ def accelerate_and_resume(rank: int, folder: Path) -> None:
     again.train(rank)
     train_as_accelerate(resumed)
     resumed.check(again.model)
+
+
+def accelerate_two_schedules(rank: int, folder: Path) -> None:
+    """An overflow of one optimizer leaves the rate of the other one alone."""
+    from accelerate import Accelerator
+
+    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.native_amp, accelerator.scaler = True, task.make_scaler("fp16")
+    prepare_for_gossip(accelerator, **GOSSIP)
+    models = [task.make_model(), task.make_model()]
+    bases = [*map(task.make_base, models)]
+    models = [*accelerator.prepare(*models)]
+    optimizers = accelerator.prepare(*bases)
+    schedulers = accelerator.prepare(*map(task.make_scheduler, bases))
+    steps = 0
+    for index, batch in enumerate(DataLoader(task.data(), task.BATCH)):
+        for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            factor = math.inf if (place, index) == (0, 1) else 1.0
+            accelerator.backward(factor * task.loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        steps += 1
+    # Accelerate steps a schedule once for the batch of each rank.
+    rates = [scheduler.get_last_lr()[0] for scheduler in schedulers]
+    assert rates == pytest.approx([0.1 * 0.9 ** (RANKS * made) for made in (steps - 1, steps)])
+
+
+def accelerate_uneven_data(rank: int, folder: Path) -> None:
+    from accelerate import Accelerator
+
+    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
+    accelerator = Accelerator(cpu=True)
+    gossip = prepare_for_gossip(accelerator, **{**GOSSIP, "timeout": 30.0})
+    model = task.make_model()
+    model, optimizer = accelerator.prepare(model, task.make_base(model))
+    with Join([optimizer]):
+        for _ in range(2 + 3 * rank):
+            accelerator.backward(task.loss_of(model, task.data()[:]))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.round == 2 + 3 * (RANKS - 1)
+    gossip.keep_average()
+    mean = vector_of(model)
+    dist.all_reduce(mean)
+    torch.testing.assert_close(vector_of(model), mean / RANKS)
 
 
 def prepare_late(rank: int, folder: Path) -> None:
@@ -717,10 +787,13 @@ RUNS = {
     "several optimizers are wrapped in manual optimization": (LIGHTNING, fit_manually),
     "averages over time are averaged over the ranks": (LIGHTNING, fit_with_swa),
     "weights swapped for validation do not change it": (LIGHTNING, fit_with_swapped_weights),
+    "a fit within the fit ends no gossip": (LIGHTNING, fit_with_a_rate_finder),
     "parameters that a callback adds are gossiped": (LIGHTNING, partial(finetune, adds=True)),
     "parameters that a callback thaws are gossiped": (LIGHTNING, partial(finetune, adds=False)),
     "Fabric trains, accumulates, clips in float16 and resumes": (LIGHTNING, train_with_fabric),
     "Accelerate trains, saves and resumes": (ACCELERATE, accelerate_and_resume),
+    "each schedule waits for its own optimizer": (ACCELERATE, accelerate_two_schedules),
+    "Join finds the wrapper in what Accelerate returns": (ACCELERATE, accelerate_uneven_data),
     "DDP cannot be left on": (ACCELERATE, prepare_late),
     "Hugging Face's Trainer evaluates, saves and resumes": (TRANSFORMERS, train_with_the_trainer),
     "it keeps the last average and frees earlier models": (TRANSFORMERS, train_again),

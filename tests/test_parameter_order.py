@@ -225,9 +225,7 @@ def test_states_of_parameters_in_other_orders_are_averaged_by_name() -> None:
 
     extensions = [OuterOptimizer(nesterov(0.5)), GradientTracking()]
     states = [state(by) for by in range(3)]
-    found = Averaging(extensions=["outer_optimizer"]).of(
-        {rank: each for rank, (each, _) in enumerate(states)}, 1
-    )
+    found = Averaging().of({rank: each for rank, (each, _) in enumerate(states)}, 1)
     by_rank, averaged = [rows(*each) for each in states], rows(found, states[1][1])
     model = make_model(9)
     optimizer = wrapper(model, 2, extensions=extensions)

@@ -132,6 +132,32 @@ def test_the_round_in_flight_keeps_the_rate_of_its_launch_in_a_checkpoint(
     assert not torch.equal(rows[0], rows[1])
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_in_a_group_twice_is_loaded() -> None:
+    options: Any = {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        def start() -> tuple[list[Tensor], Any]:
+            params = make_params()
+            base = torch.optim.SGD([*params, params[0]], lr=0.05)
+            return params, wrap(params, group, base, topology="ring", **options)
+
+        params, straight = start()
+        take_steps(straight, params, rank, range(3))
+        others, resumed = start()
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        for other, param in zip(others, params, strict=True):
+            other.data.copy_(param.detach())
+        for each, optimizer in ((params, straight), (others, resumed)):
+            take_steps(optimizer, each, rank, range(3, STEPS))
+            optimizer.synchronize()
+        assert torch.equal(flatten(params), flatten(others))
+        return flatten(params)
+
+    rows = run_threads(2, main)
+    assert not torch.equal(rows[0], rows[1])
+
+
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     params = make_params()
     optimizer = wrap(params)

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from problem import MakeOptimizer, adamw, flatten, nesterov, sgd, take_steps
+from problem import (
+    MakeOptimizer,
+    adamw,
+    flatten,
+    make_params,
+    nesterov,
+    sgd,
+    take_steps,
+    wrap,
+)
 from ranks import run_threads
 from test_checkpoint import file_of, flip_a_bit, start
 from torch import Tensor, nn
@@ -85,6 +94,31 @@ def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: 
         assert any(row["state"]["momentum_buffer"].any() for row in outer)
 
 
+def test_the_outer_optimizers_of_all_wrappers_go_on(tmp_path: Path) -> None:
+    """Also of those whose wrapper is not the one that `Checkpoints` knows."""
+
+    def part(rank: int, group: dist.ProcessGroup, size: int) -> tuple[Tensor, Tensor]:
+        plain = start(group, tmp_path, make=sgd, topology=topology_of(size))
+        outer = [OuterOptimizer(nesterov(0.5))]
+        params = make_params(seed=1)
+        other = wrap(params, group, sgd(params), topology=topology_of(size), extensions=outer)
+        if saved := plain.checkpoints.load():
+            other.load_state_dict(saved.state["other"])
+        rows = other.state_dict()["gossip"]["extensions"]["outer_optimizer"]["params"]
+        loaded = torch.cat([row["anchor"].flatten() for row in rows])
+        take_steps(other, params, rank, range(STEPS))
+        state = copy.deepcopy(other.state_dict())
+        plain.checkpoints.save(STEPS * size, {"other": state})
+        rows = state["gossip"]["extensions"]["outer_optimizer"]["params"]
+        return loaded, torch.cat([row["anchor"].flatten() for row in rows])
+
+    before, found = (run_threads(size, partial(part, size=size)) for size in (4, 6))
+    mean = torch.stack([end for _, end in before]).mean(0)
+    for loaded, end in found:
+        torch.testing.assert_close(loaded, mean, rtol=0, atol=1e-14)
+        assert not torch.equal(loaded, end)
+
+
 SMALLER_LARGER_ONE = (4, 3, 6, 1)
 FEATURES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "sgd": (SMALLER_LARGER_ONE, {}),
@@ -125,8 +159,8 @@ def test_whatever_takes_part_all_ranks_start_from_the_mean(
         check_mean(before, found)
 
 
-def averaged(*states: Any, rank: int = 0, extensions: Sequence[str] = ()) -> Any:
-    return averaging.Averaging(extensions).of(dict(enumerate(states)), rank)
+def averaged(*states: Any, rank: int = 0) -> Any:
+    return averaging.Averaging().of(dict(enumerate(states)), rank)
 
 
 def base_state(**row: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ FOREIGN_ATTRIBUTES = {
     *("grad", "data", "training", "momentum", "param_groups", "state", "defaults", "__class__"),
     *("_opt_called", "found_inf", "grad_scale", "_timeout", "lazy_init", "reduceOp"),
     *("prepare_model", "prepare_optimizer", "save_state", "models", "is_background", "atexit"),
+    *("prepare_scheduler", "optimizers"),
     *("average_tokens_across_devices", "free_memory"),
     # The public property of the wrapper, and what Python's `inspect` reads of a function.
     *("mixing_rate", "__signature__"),

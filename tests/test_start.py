@@ -337,6 +337,24 @@ def test_a_digest_shows_signs_and_differences_that_cancel_in_a_sum() -> None:
     assert digest(single) == digest(torch.tensor([3.0], dtype=torch.float64)) != 0
 
 
+def test_values_that_lie_apart_in_memory_start_as_on_rank_0() -> None:
+    """As of a learned diagonal that was taken from a matrix."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        diagonal = torch.eye(6, dtype=torch.float64).diagonal().requires_grad_()
+        with torch.no_grad():
+            diagonal[4:] += 5.0 * (rank == 0)
+        params = [diagonal, *make_params()]
+        wrap(params, group, buffers=[column := torch.eye(4)[:, 2] * 1.0])
+        return [diagonal.detach(), column]
+
+    (first, _), (other, _) = run_threads(2, main)
+    assert first.tolist() == other.tolist() == [1, 1, 1, 1, 6, 6]
+    square = torch.arange(16.0).view(4, 4)
+    for apart in (square.diagonal(), square[:, 1], torch.view_as_complex(square.view(8, 2)).real):
+        assert digest(apart) == digest(apart.clone()) != digest(apart + 1.0)
+
+
 def test_a_misspelt_option_is_an_error_that_names_the_option() -> None:
     model, base = make_model(), sgd(make_params())
     for options, name in (

@@ -6,8 +6,8 @@
   nearest rank: step counts, learning rates, schedulers, states of random generators.
 - If the base keeps lists or dicts for a parameter (LBFGS, Shampoo), its whole state is taken from
   the nearest rank, because averages of the parts would not fit together.
-- The highest round is kept, and the state of extensions that do not belong to a rank. References
-  and the round in flight are dropped: mixing does not move the mean.
+- The highest round is kept. References and the round in flight are dropped: mixing does not move
+  the mean.
 - Vectors of length 1 on all ranks, as of spectral norms, are taken from the nearest rank.
 - NaN and infinity are kept if all ranks have them, as in a mask. If only some ranks do, it is an
   error: the average would spread them to all.
@@ -49,12 +49,10 @@ class Averaging:
     It needs memory for the result, and for two copies of the largest tensor in float64.
 
     Args:
-        extensions: the names of the extensions whose state is kept.
         files: the files of the states by rank, for errors.
         device: of the result.
     """
 
-    extensions: Collection[str] = ()
     files: Mapping[int, Path] = field(default_factory=dict)
     device: torch.device | str = "cpu"
     # The averages of tensors, by their place in memory.
@@ -109,11 +107,9 @@ class Averaging:
         merged = {key: value for key, value in own.items() if key not in _OF_MEMBERS}
         merged |= {"in_flight": False, "round": max(_at("round", by_rank).values())}
         if "extensions" in own:
-            saved, states = own["extensions"], _at("extensions", by_rank)
-            kept = {each: saved[each] for each in saved if each in self.extensions}
-            average = self._value(kept, states, f"{name}/extensions", COUNTERS)
-            # A name without a state remains for the others, so that loading can warn of them.
-            merged["extensions"] = dict.fromkeys(saved) | average
+            # Loading resets those that belong to a rank: the entry `saved_by` is missing.
+            states = own["extensions"], _at("extensions", by_rank)
+            merged["extensions"] = self._value(*states, f"{name}/extensions", COUNTERS)
         return merged
 
     def _optimizer(self, own: Any, by_rank: Mapping[int, Any], name: str, _: object) -> Any:

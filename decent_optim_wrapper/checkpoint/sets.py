@@ -213,10 +213,8 @@ class Checkpoints:
             )
         else:
             logger.info("{}: {} of other ranks is averaged", own.saver, saved.folder)
-            # The state of an extension that belongs to a rank is not valid for other members.
-            kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
             states = {rank: map_file(path) for rank, path in paths.items()}
-            state = Averaging(kept, paths, map_location or "cpu").of(states, own.rank)
+            state = Averaging(paths, map_location or "cpu").of(states, own.rank)
         here = self._part().get(_PART, [])
         # A set of an earlier version has no such entry.
         if here != state.pop(_PART, here) and here:

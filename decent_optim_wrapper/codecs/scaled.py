@@ -148,10 +148,9 @@ class Int2Codec(ScaledCodec):
 
     def scales(self, values: Tensor) -> Tensor:
         """The scale of each block; argument as in `ScaledCodec.scales`."""
-        sizes = values.abs().sum(2)
-        norms = torch.linalg.vector_norm(values, dim=2)
+        squares = torch.linalg.vector_norm(values, dim=2).square_()
         # Blocks of zeros have no mean size.
-        return norms.div(sizes.clamp_min_(fused.SMALLEST_SCALE)).mul_(norms)
+        return squares.div_(values.abs().sum(2).clamp_min_(fused.SMALLEST_SCALE))
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """Like `ScaledCodec.pack`; larger values become the scale."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -67,9 +67,9 @@ class BackwardOptimizer(DecentOptimWrapper):
                 f"every backward pass is a step; drop it (del) before this backward pass"
             )
 
-    def notify_change(self) -> None:
-        """Call the user's callback if the members have changed."""
-        super()._notify_change()
+    def end_step(self) -> None:
+        """Call the user's functions, after the update of scaler and scheduler."""
+        super()._notify(self._after_step)
 
     def distance_to_average(self) -> float:
         """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
@@ -79,8 +79,8 @@ class BackwardOptimizer(DecentOptimWrapper):
         """Accept the average in place as the ranks' own parameters; collective."""
         self._coordinator.keep_average()
 
-    def _notify_change(self) -> None:
-        """Do nothing yet: an error of the user's callback must not break the backward pass."""
+    def _notify(self, calls: Iterable[Callable[[], object]] = ()) -> None:
+        """Do nothing yet: an error of the user's functions must not break the backward pass."""
 
 
 class _StepInParts:
@@ -219,7 +219,7 @@ class BackwardStepper:
         self._clear()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.optimizer.notify_change()
+        self.optimizer.end_step()
 
     def on_failure(self) -> None:
         """Abandon the step in progress."""

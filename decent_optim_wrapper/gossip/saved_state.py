@@ -62,7 +62,8 @@ def _launched_values(coordinator: Coordinator) -> list[Tensor]:
         for bucket in round.unmixed:
             if launched := round.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
-    return [coordinator.rounds.pending.snapshot.get(*each) for each in copies.items()]
+    # A list with duplicates, if a parameter is in a group twice.
+    return [coordinator.rounds.pending.snapshot.get(p, copies[p]) for p in coordinator.params]
 
 
 def named_state(coordinator: Coordinator) -> dict[str, Any]:

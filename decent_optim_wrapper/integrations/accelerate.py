@@ -52,6 +52,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
     wrapping = Wrapping(gossip)
     prepare_model, prepare_optimizer = accelerator.prepare_model, accelerator.prepare_optimizer
     save_state, free_memory = accelerator.save_state, accelerator.free_memory
+    prepare_scheduler = accelerator.prepare_scheduler
 
     def model_without_ddp(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         wrapping.models.append(model)
@@ -74,6 +75,15 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         prepared.__class__ = GossipOptimizer
         return prepared
 
+    def scheduler_of_its_own(scheduler: Any) -> Any:
+        prepared = prepare_scheduler(scheduler)
+        # It knows the base and not the wrapper, so Accelerate has given it all optimizers: an
+        # overflow of one would stop the schedules of all.
+        base = getattr(scheduler, "optimizer", None)
+        own = [each for each in prepared.optimizers if each.optimizer.optimizer is base]
+        prepared.optimizers = own or prepared.optimizers
+        return prepared
+
     def save_average(*args: Any, **kwargs: Any) -> Any:
         with wrapping.averaged():
             return save_state(*args, **kwargs)
@@ -84,6 +94,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
 
     accelerator.prepare_model = model_without_ddp
     accelerator.prepare_optimizer = wrapped_optimizer
+    accelerator.prepare_scheduler = scheduler_of_its_own
     accelerator.save_state = save_average
     accelerator.free_memory = free_all
     return wrapping
@@ -97,6 +108,9 @@ class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """True if an overflow has skipped the local update; schedulers then do not step."""
         # Accelerate asks whether the scaler has called step(), which it always does here.
         return bool(self.optimizer.stats().skipped)
+
+    # What torch's `Join` sets on the object that it is given.
+    _join_config = property(None, lambda self, new: setattr(self.optimizer, "_join_config", new))
 
     def __getattr__(self, name: str) -> Any:
         """Forward attributes that Accelerate's proxy does not have, such as `averaged`."""

@@ -117,7 +117,6 @@ class GossipStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Keep the average; collective."""
         self._wrapping.keep_average()
-        self._wrapping.release()
 
     def teardown(self) -> None:
         """Move the module to the CPU, and forget the wrappers."""

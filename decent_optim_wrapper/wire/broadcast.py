@@ -51,7 +51,7 @@ def digest(tensor: Tensor) -> int:
     """
     values = as_real(tensor)
     # A single element may have any stride, and could not be viewed with another dtype.
-    row = values.reshape(-1).as_strided([values.numel()], [1])
+    row = values.contiguous().view(-1).as_strided([values.numel()], [1])
     words = row.view(_WORDS.get(values.itemsize, torch.int32))
     # As many at a time as a CPU caches.
     size = min(words.numel(), 2**16 if values.device.type == "cpu" else 2**22) or 1

@@ -166,22 +166,16 @@ class Bucket:
         outgoing, incoming = self.wire.flats(2, self.dtype)
         return outgoing, incoming
 
-    def values(
-        self,
-        others: Mapping[Tensor, Tensor],
-        needs_snapshot: bool,
-        dtype: torch.dtype | None = None,
-    ) -> Flat:
+    def values(self, others: Mapping[Tensor, Tensor], needs_snapshot: bool) -> Flat:
         """The tensors as one vector: if possible their own storage, otherwise packed.
 
         Args:
             others: as in `pack`.
             needs_snapshot: whether the vector must not change when the tensors do.
-            dtype: dtype of a packed vector; None takes the dtype of the tensors.
         """
         if self._storage is not None and not others and not needs_snapshot:
             return self._storage
-        return self.pack(self.on_device.flat(dtype or self.dtype), others)
+        return self.pack(self.on_device.flat(self.dtype), others)
 
     def copy(self) -> Flat:
         """The tensors as a flat vector in memory of its own."""
@@ -199,8 +193,10 @@ class Bucket:
             waits: whether to wait for a GPU until `flat` on the CPU has the values.
         """
         if flat.data.device != self.device and self.via_cpu:
-            # In one copy, not in one for each tensor.
-            packed = self.values(others or {}, needs_snapshot=False, dtype=flat.data.dtype)
+            # In one copy, not in one for each tensor. A round in flight may keep the values that
+            # it has sent in `on_device`.
+            own = None if others else self._storage
+            packed = own or self.pack(self.on_device.new(flat.data.dtype), others)
             flat.data.copy_(packed.data, non_blocking=not waits)
             return flat
         if flat is not self._storage:
@@ -338,7 +334,7 @@ class Bucket:
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
         if flat.data.device != self.device:
-            copied = self.on_device.flat(flat.data.dtype)
+            copied = self.on_device.new(flat.data.dtype)
             # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
             copied.data.copy_(flat.data, non_blocking=True)
             flat = copied
