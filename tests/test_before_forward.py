@@ -41,7 +41,7 @@ from decent_optim_wrapper import (
     StateAverage,
     StateGossip,
 )
-from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
+from decent_optim_wrapper.elastic.membership.ended import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 STEPS = 5

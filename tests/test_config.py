@@ -38,9 +38,9 @@ from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.codecs import INT4, Codec, codec_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings, default_comm_dtype
+from decent_optim_wrapper.elastic.membership.ended import key_prefix, mark_end
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, beat_key
 from decent_optim_wrapper.elastic.membership.liveness import ENDED
-from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix, mark_end
 from decent_optim_wrapper.start.meeting import Meeting
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 

@@ -37,9 +37,10 @@ from torch.distributed import DistError
 from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.membership.ended import key_prefix
 from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE, Note
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
-from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous, key_prefix
+from decent_optim_wrapper.elastic.membership.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

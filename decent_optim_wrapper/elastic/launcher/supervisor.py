@@ -15,7 +15,7 @@ from decent_optim_wrapper.elastic.launcher.nodes import Nodes
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
 from decent_optim_wrapper.elastic.launcher.program import Program
 from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
-from decent_optim_wrapper.elastic.membership.rendezvous import mark_end
+from decent_optim_wrapper.elastic.membership.ended import mark_end
 
 _POLL_SECONDS = 0.05
 # The signals that end the launch, and seconds until the remaining ranks are killed. On SIGTERM they

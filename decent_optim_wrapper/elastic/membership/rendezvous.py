@@ -17,7 +17,7 @@ import json
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -31,7 +31,6 @@ from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import (
     WARN_AFTER_SECONDS,
     BoundedStore,
-    as_text,
     rank_list,
     read_json,
     store_errors,
@@ -39,15 +38,10 @@ from decent_optim_wrapper.comm.store import (
 )
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.elastic.membership.ended import key_prefix, starts_key
 from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE, Epoch, Note, with_donor
-from decent_optim_wrapper.elastic.membership.heartbeat import (
-    Heartbeat,
-    beat_key,
-    process_name,
-    request_key,
-)
+from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, request_key
 from decent_optim_wrapper.elastic.membership.links import LinkTrial
-from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -111,7 +105,7 @@ class Rendezvous:
         if part.check(["epoch"]):
             # The others are training already and do not wait.
             return
-        epoch, life = 1, part.add(_starts_key(rank), 1)
+        epoch, life = 1, part.add(starts_key(rank), 1)
         while part.check([_members_key(epoch)]):
             epoch += 1
         failure = {"rank": rank, "life": life, "error": f"{type(error).__name__}: {error}"}
@@ -203,17 +197,17 @@ class Rendezvous:
             ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
-        if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
+        if self._store.check([starts_key(self.rank)]) and self._heartbeat.is_taken():
             raise ValueError(
                 f"rank {self.rank}: another process with this rank number is alive on the same "
                 f"store; give every process a rank number of its own, and restart a rank only "
                 f"after its old process has ended"
             )
-        self._life = self._store.add(_starts_key(self.rank), 1)
+        self._life = self._store.add(starts_key(self.rank), 1)
         self._heartbeat.start(self._life)
 
     def _enter(self, note: Note) -> int:
-        if self._store.add(_starts_key(self.rank), 0) > self._life:
+        if self._store.add(starts_key(self.rank), 0) > self._life:
             self._give_way()
         if note.needs_state:
             self._skip_to_open()
@@ -384,31 +378,6 @@ class Rendezvous:
         return dict(zip(ranks, notes, strict=True))
 
 
-def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
-    """Mark a process of a rank, a child of this one, as ended for the members of all wrappers.
-
-    Otherwise they look for its heartbeat for `stale_after`.
-
-    Args:
-        connect: connects to the store; it may block.
-        rank: the rank.
-        pid: the process, on this host. If the store knows another one, such as a later one,
-            nothing changes.
-    """
-    store, key, number = connect(), beat_key(rank), 0
-    # A wrapper whose constructor has failed there may have sent no heartbeat.
-    while (part := PrefixStore(key_prefix(number), store)).check([_starts_key(rank)]):
-        beat = as_text(part.get(key)) if part.check([key]) else ENDED
-        if Beat.parse(beat).process == process_name(pid):
-            part.compare_set(key, beat, ENDED + Beat.parse(beat).text)
-        number += 1
-
-
-def key_prefix(number: int) -> str:
-    """The prefix of the store's keys of this process's wrapper `number`, from 0."""
-    return f"decent_optim_wrapper/rendezvous {number}"
-
-
 def _members_or_failure(value: Any) -> tuple[int, ...] | dict[str, Any]:
     """The members, or which rank could not start and why."""
     if not isinstance(value, dict):
@@ -423,11 +392,6 @@ def _note(value: Any) -> Note:
 
 def _members_key(epoch: int) -> str:
     return f"{epoch}/members"
-
-
-def _starts_key(rank: int) -> str:
-    """How many processes have had this rank number."""
-    return f"starts/{rank}"
 
 
 def _note_key(epoch: int, rank: int) -> str:

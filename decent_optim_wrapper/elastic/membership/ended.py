@@ -1,0 +1,42 @@
+"""Marks in the store that the process of a rank has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from decent_optim_wrapper.comm.store import as_text
+from decent_optim_wrapper.elastic.membership.heartbeat import beat_key, process_name
+from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat
+
+
+def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
+    """Mark a process of a rank, a child of this one, as ended for the members of all wrappers.
+
+    Otherwise they look for its heartbeat for `stale_after`.
+
+    Args:
+        connect: connects to the store; it may block.
+        rank: the rank.
+        pid: the process, on this host. If the store knows another one, such as a later one,
+            nothing changes.
+    """
+    store, key, number = connect(), beat_key(rank), 0
+    # A wrapper whose constructor has failed there may have sent no heartbeat.
+    while (part := PrefixStore(key_prefix(number), store)).check([starts_key(rank)]):
+        beat = as_text(part.get(key)) if part.check([key]) else ENDED
+        if Beat.parse(beat).process == process_name(pid):
+            part.compare_set(key, beat, ENDED + Beat.parse(beat).text)
+        number += 1
+
+
+def key_prefix(number: int) -> str:
+    """The prefix of the store's keys of this process's wrapper `number`, from 0."""
+    return f"decent_optim_wrapper/rendezvous {number}"
+
+
+def starts_key(rank: int) -> str:
+    """How many processes have had this rank number."""
+    return f"starts/{rank}"
