@@ -725,7 +725,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._notify()
 
     def _notify(self, calls: Iterable[Callable[[], object]] = ()) -> None:
-        """Call functions of the user, and that for changes of the members, after all else."""
+        """Call these functions of the user, and then that for changes of the members, if any.
+
+        It comes last: they may raise.
+        """
         for each in calls:
             each()
         if self._coordinator.members:
@@ -750,12 +753,12 @@ class IdleRounds(JoinHook):
 
     Args:
         coordinator: coordinates the rounds of this rank.
-        notify_change: called after each round.
+        notify: called after each round.
     """
 
-    def __init__(self, coordinator: Coordinator, notify_change: Callable[[], None]) -> None:
+    def __init__(self, coordinator: Coordinator, notify: Callable[[], None]) -> None:
         self._coordinator = coordinator
-        self._notify_change = notify_change
+        self._notify = notify
 
     def main_hook(self) -> None:
         """Make one round for a step that another rank still makes."""
@@ -763,4 +766,4 @@ class IdleRounds(JoinHook):
             step.advance(step.buckets, lambda: None)
         # In a forward pass, which this rank does not make, the others may have mixed by now.
         self._coordinator.mix_early()
-        self._notify_change()
+        self._notify()

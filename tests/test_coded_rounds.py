@@ -308,7 +308,7 @@ def test_ranks_that_agree_are_not_thrown_apart_where_references_start_at_zero(
     apart = [distance(rows[:, round]) for round in range(13)]
     assert 0.01 < apart[0] < 0.1
     assert max(apart) < 1.01 * apart[0]
-    assert apart[-1] < 0.15 * apart[0]
+    assert apart[-1] < (0.15 if code == INT2 else 0.1) * apart[0]
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
 
 
@@ -341,7 +341,7 @@ def test_parameters_that_are_added_later_are_not_thrown_apart(resumed_after: int
     apart = [distance(rows[:, round]) for round in range(11)]
     assert 0.01 < apart[0] < 0.1
     assert max(apart) < 1.01 * apart[0]
-    assert apart[-1] < 0.15 * apart[0]
+    assert apart[-1] < 0.1 * apart[0]
 
 
 class NotedThreads(Int8Codec):

@@ -52,8 +52,8 @@ class Codec(ABC):
             one, and ranks that do not train converge to the same values. It costs a copy of the
             parameters for each group of the rank.
         is_coarse: whether values are coded so coarsely that a round would throw ranks apart that
-            agree, and three rounds bring a reference near that starts at zero: these three then
-            move the reference, and not the parameters.
+            agree, if the reference has just started at zero. Three rounds in the codec of
+            `of_first_rounds` then move the reference near, and not the parameters.
         in_slices: whether messages depend on the slices that are coded at a time, which are then
             the same on GPUs as on CPUs.
     """
@@ -85,7 +85,10 @@ class Codec(ABC):
         return self
 
     def of_first_rounds(self) -> Codec:
-        """The codec of the rounds that move the reference only, if this one is coarse."""
+        """The codec of the three rounds that move the reference only, if this one is coarse.
+
+        Each of them must leave about a seventh of the values, or less.
+        """
         return self
 
     @abstractmethod

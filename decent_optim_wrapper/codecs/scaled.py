@@ -22,8 +22,9 @@ class ScaledCodec(Codec):
 
     Attributes:
         largest: absolute value of the largest code.
-        per_byte: number of codes in a byte, as k + base k' + base^2 k'' and so on. Each is of
-            another one of so many equal parts of a slice.
+        per_byte: number of codes in a byte, which is k + base k' + base^2 k'' and so on, from -127
+            to 127. Each code comes from another of `per_byte` equal parts of a slice: `in_slices`
+            must be True if there are several, and `block` a multiple of it.
         base: at least the number of levels, 2 largest + 1; unused for one code in a byte.
     """
 
@@ -36,6 +37,9 @@ class ScaledCodec(Codec):
 
         Args:
             values: of shape (chunks, blocks, block).
+
+        Returns:
+            The scales, of shape (chunks, blocks).
         """
         # Without a pass that writes absolute values.
         return torch.maximum(values.amin(2).neg_(), values.amax(2)).div_(self.largest)
@@ -50,7 +54,7 @@ class ScaledCodec(Codec):
         first, *others = self._in_parts(values.round_())
         total = codes.view(len(codes), -1).copy_(first)
         for place, other in enumerate(others, 1):
-            # Of a quarter of the bytes, which are added faster.
+            # Int8 is added faster than float32: it has a quarter of the bytes.
             total.add_(other.to(torch.int8), alpha=self.base**place)
 
     def unpack(self, codes: Tensor, values: Tensor) -> None:
@@ -94,7 +98,7 @@ class ScaledCodec(Codec):
         """The codes of all blocks, of shape (chunks, blocks, bytes), and their scales."""
         shape = messages.shape[1] // self.block_bytes, self.block // self.per_byte
         codes, scales = messages.tensor_split([math.prod(shape)], dim=1)
-        return codes.view(torch.int8).unflatten(1, shape), scales.view(torch.float32)
+        return torch.unflatten(codes.view(torch.int8), 1, shape), scales.view(torch.float32)
 
     def _in_parts(self, values: Tensor) -> tuple[Tensor, ...]:
         """The parts of a slice of which a byte holds a code each."""
@@ -148,10 +152,10 @@ class Int2Codec(ScaledCodec):
 
     def scales(self, values: Tensor) -> Tensor:
         """The scale of each block; argument as in `ScaledCodec.scales`."""
-        squares = torch.linalg.vector_norm(values, dim=2).square_()
+        squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_()
         # Blocks of zeros have no mean size.
         return squares.div_(values.abs().sum(2).clamp_min_(fused.SMALLEST_SCALE))
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
-        """Like `ScaledCodec.pack`; larger values become the scale."""
+        """Like `ScaledCodec.pack`; values beyond the levels become -1 or 1."""
         super().pack(values.clamp_(-1, 1), codes)

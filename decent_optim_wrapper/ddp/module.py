@@ -73,8 +73,8 @@ class DecentralizedDataParallel(Module):
             model with ``update_in_backward=False``. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
             None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
-            whose weights cuDNN keeps in a storage of their own. Pass False if another process, or
-            a tensor that was taken from a parameter before, reads the parameters' memory.
+            whose weights cuDNN keeps in a storage of their own. Pass False if another process reads
+            the memory of the parameters, or a tensor that was taken from one before shares it.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers, and frozen
             parameters that differ between ranks.
         bucket_size_in_mb: upper bound of a bucket in MiB; None as in `DecentOptimWrapper`.

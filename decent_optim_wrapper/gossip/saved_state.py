@@ -62,7 +62,7 @@ def _launched_values(coordinator: Coordinator) -> list[Tensor]:
         for bucket in round.unmixed:
             if launched := round.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
-    # A list with duplicates, if a parameter is in a group twice.
+    # A parameter that is in a group twice has two entries.
     return [coordinator.rounds.pending.snapshot.get(p, copies[p]) for p in coordinator.params]
 
 

@@ -109,7 +109,7 @@ class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         # Accelerate asks whether the scaler has called step(), which it always does here.
         return bool(self.optimizer.stats().skipped)
 
-    # What torch's `Join` sets on the object that it is given.
+    # torch's `Join` sets it on this proxy, and the wrapper reads its own.
     _join_config = property(None, lambda self, new: setattr(self.optimizer, "_join_config", new))
 
     def __getattr__(self, name: str) -> Any:

@@ -21,7 +21,7 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 
 # The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
-# With int4, each of them leaves about a seventh of the largest differences, or less.
+# In int4, with which int2 begins, too, each leaves about a seventh of the largest differences.
 _ROUNDS_FROM_ZERO = 3
 
 
