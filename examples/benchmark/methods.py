@@ -181,7 +181,7 @@ FAR_METHODS |= {
         wrapper, schedule=Schedule(gossip_every=k), overlap=Late(k), **topology, **dtype
     )
     for where, topology in (("", ALL_RANKS), ("pairs, ", IN_PAIRS))
-    for code, dtype in (("int4", INT4), ("int2", INT2), ("top-k", TOP_K))
+    for code, dtype in (("int4", INT4), ("top-k", TOP_K))
     for k in (2, 4, 8, 16)
 }
 FAR_METHODS |= {

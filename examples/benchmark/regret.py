@@ -56,7 +56,9 @@ ALL_RATIOS = *RATIOS, *FAR_RATIOS[1:]
 WRAPPER, MODULE = "DecentOptimWrapper(base, model=model{})", "DecentralizedDataParallel(...{})"
 ALL, PAIRS = ', topology="complete"', ', topology="one-peer-exp"'
 FOURS = ", topology=Hierarchical(n, 4, inner='complete')"
-FLOAT32, INT8, INT4 = (f", comm_dtype=torch.{name}" for name in ("float32", "int8", "int4"))
+FLOAT32, INT8, INT4, INT2 = (
+    f", comm_dtype=torch.{name}" for name in ("float32", "int8", "int4", "int2")
+)
 TOP_K = ", comm_dtype=TopKCodec()"
 # Has the noise of all ranks unless it is told another number.
 OWN_ADAMW = "decent_optim_wrapper.optim.AdamW"
@@ -74,6 +76,8 @@ SETTINGS = {
     "the wrapper, pairs, int8": (WRAPPER.format(PAIRS + INT8), "ours, int8"),
     "the wrapper, pairs, float32": (WRAPPER.format(PAIRS + FLOAT32), "ours"),
     "the wrapper, float32": (WRAPPER.format(ALL + FLOAT32), "ours, complete"),
+    "the wrapper, int2": (WRAPPER.format(ALL + INT2), "ours, complete, int2"),
+    "the wrapper, pairs, int2": (WRAPPER.format(PAIRS + INT2), "ours, int2"),
     "the wrapper, delayed": (
         WRAPPER.format(", overlap=True" + ALL + INT4),
         "ours, complete, delayed, int4",
@@ -88,6 +92,8 @@ SETTINGS = {
     "the module, pairs, int4": (MODULE.format(PAIRS + INT4), "ours, int4"),
     "the module, pairs, int8": (MODULE.format(PAIRS + INT8), "ours, int8"),
     "the module, pairs, float32": (MODULE.format(PAIRS + FLOAT32), "ours"),
+    "the module, int2": (MODULE.format(ALL + INT2), "ours, complete, int2"),
+    "the module, pairs, int2": (MODULE.format(PAIRS + INT2), "ours, int2"),
     "the module, fours, int4": (MODULE.format(FOURS + INT4), "ours, groups of 4, int4"),
     "the module, top-k": (MODULE.format(ALL + TOP_K), "ours, complete, top-k"),
 }

@@ -81,11 +81,9 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
-        "ours, groups of 4, int2": Method(topology=FOURS, codec=INT2),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, delayed, int4": Method(late=1, codec=INT4),
-        "ours, delayed, int2": Method(late=1, codec=INT2),
         "ours, 2 steps late, int8": Method(every=2, late=2, codec=INT8),
         "ours, 4 steps late, int8": Method(every=4, late=4, codec=INT8),
         "ours, moments": Method(moments=(("exp_avg", 3), ("exp_avg_sq", 6))),
@@ -120,10 +118,7 @@ METHODS |= {
 METHODS |= {
     (name := f"ours, {where}{when}, {label}"): {name: Method(topology, every, late, codec)}
     for where, topology in (("", "one-peer-exp"), ("complete, ", "complete"))
-    for label, codec in (
-        *(("int4", INT4), ("int2", INT2)),
-        *(("top-k", TOP_K), ("top-k 4", TOP_K_4)),
-    )
+    for label, codec in (("int4", INT4), ("top-k", TOP_K), ("top-k 4", TOP_K_4))
     for when, every, late in (
         *((f"{k} steps late", k, k) for k in (2, 4, 8, 16)),
         *((f"every {k} steps", k, 0) for k in (2, 4, 8, 16)),
@@ -179,6 +174,7 @@ TRIED = "ours, outer", "ours, moments", "GASLoC 1", "DES-LOC 8", "GASLoC 8"
 PAIRS = "ours", "ours, int8", "ours, delayed"
 CODED_PAIRS = "ours, int8", "ours, int4"
 CODED_COMPLETE = "ours, complete, int8", "ours, complete, int4"
+COARSE_COMPLETE = "ours, complete, int4", "ours, complete, int2"
 CODED_FOURS = "ours, groups of 4, int8", "ours, groups of 4, int4"
 HOOKS = "DDP, 8 bits", "DDP, 8 bits a channel", "DDP, PowerSGD 1", "DDP, PowerSGD 4"
 CODED_DILOCO = (
@@ -234,6 +230,10 @@ ROWS = [
         ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, int4", *CODED_COMPLETE)),
         ("AdamW, noise of 4", 4, 1, ("ours, complete, delayed, int4", "ours, complete, top-k")),
         ("AdamW, noise of 4", 4, 0, ("ours, delayed, int4", "ours, top-k")),
+        ("AdamW, noise of 4", 4, 1, ("ours, int2", "ours, complete, int2")),
+        ("Muon, noise of 4", 4, 4, ("ours, complete, int2",)),
+        ("SGD", 4, 9, ("ours, complete, int2",)),
+        *((f"AdamW, noise of {ranks}", ranks, 1, ("ours, complete, int2",)) for ranks in (8, 16)),
         ("AdamW, noise of 8", 8, 0, ("ours", *CODED_PAIRS)),
         ("AdamW, noise of 8", 8, 1, (*CODED_FOURS, *CODED_COMPLETE)),
         ("AdamW, noise of 16", 16, 0, ("ours", *CODED_PAIRS)),
@@ -243,10 +243,7 @@ ROWS = [
             for ranks in (8, 16)
         ),
         ("AdamW .999", 4, 0, ("DDP",)),
-        *(
-            (f"AdamW .999, noise of {ranks}", ranks, 0, ("ours, complete, int4",))
-            for ranks in (4, 8, 16)
-        ),
+        *((f"AdamW .999, noise of {ranks}", ranks, 0, COARSE_COMPLETE) for ranks in (4, 8, 16)),
     )
     for name in names
 ]
@@ -259,6 +256,7 @@ ROWS += [
         ("ours, int8", "AdamW", 1),
         ("ours, complete, int4", "AdamW", 1),
         ("ours, complete, int4", "AdamW, noise of 4", 0),
+        ("ours, complete, int2", "AdamW, noise of 4", 0),
         ("DiLoCo 30", "AdamW", 0),
         ("DDP", "AdamW .999", 0),
         ("ours, complete, int4", "AdamW .999, noise of 4", 0),
@@ -471,6 +469,7 @@ def size_table(results: Results) -> str:
         ("ours, int8", "AdamW"),
         ("ours, complete, int4", "AdamW"),
         ("ours, complete, int4", "AdamW, noise of 4"),
+        ("ours, complete, int2", "AdamW, noise of 4"),
         ("ours, complete, int4", "AdamW .999, noise of 4"),
         ("DiLoCo 30", "AdamW"),
     ):
