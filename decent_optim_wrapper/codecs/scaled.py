@@ -136,10 +136,10 @@ class Int4Codec(ScaledCodec):
 class Int2Codec(ScaledCodec):
     """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
 
-    The scale s of a block d is the sum of d^2 over the sum of |d|. It is the best one for values
-    that are evenly or exponentially distributed, or that have one size where they are not 0.
-    Whatever they are, the rest is smaller than the values: those above s / 2 become smaller, and
-    the largest one is not below s.
+    The scale s of a block is the sum of the squares of its values over the sum of their absolute
+    values. It is the best one for values that are evenly or exponentially distributed, or that have
+    one size where they are not 0. Whatever they are, the rest is smaller than the values: those
+    above s / 2 become smaller, and the largest one is not below s.
     """
 
     block = 320
