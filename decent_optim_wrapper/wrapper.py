@@ -725,9 +725,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._notify()
 
     def _notify(self, calls: Iterable[Callable[[], object]] = ()) -> None:
-        """Call these functions of the user, and then that for changes of the members, if any.
+        """Call functions of the user, and the callback for changes if the members have changed.
 
-        It comes last: they may raise.
+        Whatever belongs to the step or the call is done by then: the user's functions may raise.
+
+        Args:
+            calls: the functions, without arguments; they come before the callback.
         """
         for each in calls:
             each()

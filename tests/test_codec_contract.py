@@ -221,6 +221,16 @@ def test_int2_has_three_levels_and_the_rest_is_smaller_than_the_values(
         assert (block - part).norm() < block.norm()
 
 
+def test_int2_sends_blocks_of_any_usual_size() -> None:
+    """Squares are the limit: differences of 1e-25 are zeros, and a norm of 1.8e19 is infinite."""
+    values, codec = draw(320), CODECS["int2"]
+    for size in (1e-20, 1e-10, 1.0, 1e10, 1e17):
+        read = decoded(codec, coded(codec, size * values), values)
+        assert (values - read / size).norm() < 0.5 * values.norm(), size
+    assert not decoded(codec, coded(codec, 1e-25 * values), values).any()
+    assert not codec.is_finite(coded(codec, 2e18 * values))
+
+
 @pytest.mark.parametrize("numel", SIZES.values())
 @pytest.mark.parametrize("k", [4, 256])
 def test_the_largest_elements_of_each_block_are_sent_in_two_bits(k: int, numel: int) -> None:

@@ -248,6 +248,19 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     ddp = [time_to_loss.Row("DDP", 4, f"AdamW{each}", size="1.5M") for each in ("", " .999")]
     (with_95,), (with_999,) = (results.known(row, "DDP", -1, (0,)) or [0.0] for row in ddp)
     assert f"betas, which make DDP {100 * (with_999 / with_95 - 1):.1f} % worse" in first
+    speeds = regret.speeds(regret.Point(4, 0.0, "AdamW"), ("the wrapper", "the wrapper, int2"))
+    usual, short = (f"{row[8.0]:.1f}" for row in speeds.values())
+    of_int2 = time_to_loss.Row("ours, complete, int2", 4, "AdamW, noise of 4")
+    found, ddp_found = (
+        time_to_loss.best(results, row, time_to_loss.SEEDS)
+        for row in (of_int2, time_to_loss.Row("DDP"))
+    )
+    assert found is not None
+    assert ddp_found is not None
+    pairs = [*zip(found.losses, ddp_found.losses, strict=True)]
+    gap = sum(100 * (own / other - 1) for own, other in pairs) / len(pairs)
+    assert f"it is {usual} times, and {short} with `comm_dtype=torch.int2`" in first
+    assert f"which ends [{gap:.1f} % above DDP]" in first
     for name, method in {
         "DDP": "DDP",
         "`DecentOptimWrapper(base, model=model)`": "the wrapper",

@@ -116,6 +116,7 @@ class GossipStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Keep the average; collective."""
+        # The wrappers stay: a fit within the fit, as of LearningRateFinder, ends here, too.
         self._wrapping.keep_average()
 
     def teardown(self) -> None:
