@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import decent_optim_wrapper
-from decent_optim_wrapper.codecs import fused
 from decent_optim_wrapper.comm import connections, streams
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.wire import bucket, coded, parameters, storage
@@ -317,7 +316,6 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
         mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),
         mock.patch.object(parameters, "overlapping", return_value=None),
         # Torch would compile for a GPU that is not there.
-        mock.patch.object(fused.FUSED, "serves", return_value=False),
         mode.fake,
         mode,
     ):

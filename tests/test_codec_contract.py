@@ -12,7 +12,17 @@ from covering_arrays import named, pairwise
 from problem import of_guide
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import INT2, INT4, CastCodec, Codec, TopKCodec, codec_of, wide
+from decent_optim_wrapper.codecs import (
+    INT2,
+    INT4,
+    CastCodec,
+    Codec,
+    Place,
+    TopKCodec,
+    base,
+    codec_of,
+    wide,
+)
 from decent_optim_wrapper.wire.layout import saving
 
 # Elements that are coded at once.
@@ -102,6 +112,39 @@ def test_chunks_that_are_coded_at_once_are_decoded_one_by_one(codec: Codec, leas
     whole = torch.cat([part.clone() for _, (part,) in together])
     assert torch.equal(whole, torch.cat(rows))
     assert whole.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("numel", [100, 3_000, 9_000, 20_000])
+@pytest.mark.parametrize("chunks", [1, 4])
+@EACH
+def test_a_gpu_codes_whole_slices_at_once_and_writes_the_same(
+    codec: Codec, chunks: int, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "SLICE", 1 << 11)
+    values = draw(numel)
+    length = -(-numel // (codec.block * chunks)) * codec.block
+    messages = torch.zeros(chunks, codec.nbytes(length), dtype=torch.uint8)
+
+    def through() -> tuple[Tensor, Tensor]:
+        codec.encode(values, messages.zero_())
+        parts = codec.decode(messages, numel=numel, dtype=torch.float32)
+        return messages.clone(), torch.cat([part.clone() for _, (part,) in parts])
+
+    expected, read = through()
+    places, counts = type(codec)._places, list[int]()  # noqa: SLF001
+
+    def of_a_gpu(self: Codec, messages: Tensor, numel: int) -> list[Place]:
+        found = places(self, messages.to("meta"), numel)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(type(codec), "_places", of_a_gpu)
+    message, read_there = through()
+    assert expected.any()
+    assert torch.equal(message, expected)
+    assert torch.equal(read_there, read)
+    # The whole slices of a chunk, and its rest; however many slices there are.
+    assert max(counts) <= 2 * chunks
 
 
 @EACH

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Elements that are coded at a time on a CPU, so that they stay in the cache.
+# Elements of a slice, which are coded at a time on a CPU, so that they stay in the cache.
 SLICE = 1 << 18
 
 Decoded = tuple[slice, list[Tensor]]
@@ -51,21 +51,19 @@ class Codec(ABC):
             share and that moves with each round. What a message leaves out is then sent by a later
             one, and ranks that do not train converge to the same values. It costs a copy of the
             parameters for each group of the rank.
-        is_coarse: whether values are coded so coarsely that a round would throw ranks apart that
-            agree, if the reference has just started at zero. Three rounds in the codec of
-            `of_first_rounds` then move the reference near, and not the parameters.
-        in_slices: whether messages depend on the slices that are coded at a time, which are then
-            the same on GPUs as on CPUs.
     """
 
     block: int = 1
     uses_reference: bool = True
-    is_coarse: bool = False
-    in_slices: bool = False
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
         return f"{type(self).__name__}({settings})"
+
+    @property
+    def most_blocks(self) -> int:
+        """Number of blocks in a slice: a chunk is cut into slices, of which the last is shorter."""
+        return max(1, SLICE // self.block)
 
     @property
     @abstractmethod
@@ -84,12 +82,14 @@ class Codec(ABC):
         """
         return self
 
-    def of_first_rounds(self) -> Codec:
-        """The codec of the three rounds that move the reference only, if this one is coarse.
+    def of_first_rounds(self) -> Codec | None:
+        """The codec of the first rounds, if this one would throw ranks apart that agree.
 
-        Each of them must leave about a seventh of the values, or less.
+        A reference that has just started at zero is far from the values, which are coded whole.
+        Three rounds in that codec move the reference near, and not the parameters. Each of them
+        must leave about a seventh of the values, or less. None if no such rounds are needed.
         """
-        return self
+        return None
 
     @abstractmethod
     def is_finite(self, messages: Tensor) -> Tensor:
@@ -130,8 +130,9 @@ class Codec(ABC):
                 codes the values themselves.
         """
         messages = in_rows(message)
-        buffer = self._buffer(messages, wide(values.dtype), values.device)
-        for place in self._places(messages, values.numel()):
+        places = self._places(messages, values.numel())
+        buffer = self._buffer(places, wide(values.dtype), values.device)
+        for place in places:
             part, whole = self._in_blocks(place, buffer)
             if reference is None:
                 part.copy_(values[place.part])
@@ -153,36 +154,37 @@ class Codec(ABC):
             A slice, and the values of each message there, which the next slice overwrites.
         """
         rows = [*map(in_rows, messages)]
-        buffers = [self._buffer(row, dtype, row.device) for row in rows]
-        for place in self._places(rows[0], numel):
+        places = self._places(rows[0], numel)
+        buffers = [self._buffer(places, dtype, row.device) for row in rows]
+        for place in places:
             blocks = [self._in_blocks(place, buffer) for buffer in buffers]
             for row, (_, whole) in zip(rows, blocks, strict=True):
                 self.read(row, place, whole)
             yield place.part, [part for part, _ in blocks]
 
-    def _places(self, messages: Tensor, numel: int) -> Iterator[Place]:
+    def _places(self, messages: Tensor, numel: int) -> list[Place]:
         """The blocks that are coded at once, one after the other."""
-        chunks, length, most = self._sizes(messages)
+        length, most = messages.shape[1] // self.block_bytes, self.most_blocks
+        # On a GPU each operation starts a kernel: all whole slices are coded at once.
+        part = most if messages.device.type == "cpu" else max(most, length - length % most)
         # Empty chunks have no message.
-        chunks = min(chunks, -(-numel // max(1, length * self.block)))
+        chunks = min(len(messages), -(-numel // max(1, length * self.block)))
         step = max(1, most // max(1, length))
-        for first, begin in product(range(0, chunks, step), range(0, length, most)):
-            last, end = min(chunks, first + step), min(length, begin + most)
+        places = []
+        for first, (begin, end) in product(
+            range(0, chunks, step), pairwise([*range(0, length, part), length])
+        ):
+            last = min(chunks, first + step)
             start = (first * length + begin) * self.block
             stop = min(numel, ((last - 1) * length + end) * self.block)
             if start < stop:
-                yield Place(slice(start, stop), slice(first, last), slice(begin, end))
+                places.append(Place(slice(start, stop), slice(first, last), slice(begin, end)))
+        return places
 
-    def _sizes(self, messages: Tensor) -> tuple[int, int, int]:
-        """The number of chunks, of blocks in each, and of blocks that are coded at once."""
-        chunks, length = len(messages), messages.shape[1] // self.block_bytes
-        # On a GPU each operation starts a kernel.
-        in_slices = self.in_slices or messages.device.type == "cpu"
-        return chunks, length, max(1, SLICE // self.block if in_slices else chunks * length)
-
-    def _buffer(self, messages: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        chunks, length, most = self._sizes(messages)
-        return torch.empty(min(chunks * length, most) * self.block, dtype=dtype, device=device)
+    def _buffer(self, places: list[Place], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the elements of any of these."""
+        blocks = max((math.prod(place.shape) for place in places), default=0)
+        return torch.empty(blocks * self.block, dtype=dtype, device=device)
 
     def _in_blocks(self, place: Place, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The memory of the elements of some blocks, and the same with padding, as blocks."""

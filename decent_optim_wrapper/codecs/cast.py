@@ -33,17 +33,6 @@ class CastCodec(Codec):
         """Cast some values."""
         messages.view(self.dtype)[place.chunks, place.blocks].copy_(values.view(place.shape))
 
-    @torch.no_grad()
-    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        """Like `Codec.encode`, in one pass if there is one chunk."""
-        if message.dim() > 1:
-            super().encode(values, message, reference)
-        elif reference is None:
-            # The mean of a chunk that is not full is shorter than its message.
-            message.view(self.dtype)[: len(values)].copy_(values)
-        else:
-            torch.sub(values, reference, out=message.view(self.dtype))
-
     def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Cast some values back."""
         values.view(place.shape).copy_(messages.view(self.dtype)[place.chunks, place.blocks])

@@ -8,9 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import fused
 from decent_optim_wrapper.codecs.base import Codec, Place, in_rows, is_finite_on_device
 
+# The reciprocal of a smaller scale may overflow, so such a block is coded as zeros.
+_SMALLEST_SCALE = 2.0**-126
 _SCALE_BYTES = torch.float32.itemsize
 
 
@@ -23,8 +24,8 @@ class ScaledCodec(Codec):
     Attributes:
         largest: absolute value of the largest code.
         per_byte: number of codes in a byte, which is k + base k' + base^2 k'' and so on, from -127
-            to 127. Each code comes from another of `per_byte` equal parts of a slice: `in_slices`
-            must be True if there are several, and `block` a multiple of it.
+            to 127. Each code comes from another of `per_byte` equal parts of a slice; `block`
+            must be a multiple of it.
         base: at least the number of levels, 2 largest + 1; unused for one code in a byte.
     """
 
@@ -52,7 +53,7 @@ class ScaledCodec(Codec):
             codes: the result, int8 of shape (chunks, blocks, block / per_byte).
         """
         first, *others = self._in_parts(values.round_())
-        total = codes.view(len(codes), -1).copy_(first)
+        total = codes.view(first.shape).copy_(first)
         for place, other in enumerate(others, 1):
             # Int8 is added faster than float32: it has a quarter of the bytes.
             total.add_(other.to(torch.int8), alpha=self.base**place)
@@ -60,7 +61,7 @@ class ScaledCodec(Codec):
     def unpack(self, codes: Tensor, values: Tensor) -> None:
         """Read codes as scaled values; arguments as in `pack`."""
         parts = self._in_parts(values)
-        parts[0].copy_(codes.view(len(codes), -1))
+        parts[0].copy_(codes.view(parts[0].shape))
         for low, high in pairwise(parts):
             torch.mul(low, 1 / self.base, out=high).round_()
             low.sub_(high, alpha=self.base)
@@ -82,15 +83,12 @@ class ScaledCodec(Codec):
         scales.copy_(self.scales(values))
         # The reciprocal of the scale as it is sent, which is rounded.
         inverse = scales.to(values.dtype).reciprocal()
-        inverse.masked_fill_(scales < fused.SMALLEST_SCALE, 0)
+        inverse.masked_fill_(scales < _SMALLEST_SCALE, 0)
         self.pack(values.mul_(inverse.unsqueeze(2)), codes)
 
     def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Decode some blocks, and scale them back."""
         codes, scales = (part[place.chunks, place.blocks] for part in self._parts(messages))
-        self._restore(codes, scales, values)
-
-    def _restore(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
         self.unpack(codes, values)
         values.mul_(scales.to(values.dtype).unsqueeze(2))
 
@@ -101,8 +99,9 @@ class ScaledCodec(Codec):
         return torch.unflatten(codes.view(torch.int8), 1, shape), scales.view(torch.float32)
 
     def _in_parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a slice of which a byte holds a code each."""
-        return values.view(len(values), self.per_byte, -1).unbind(1)
+        """The parts of each slice of which a byte holds a code each."""
+        slices = max(1, values.shape[1] // self.most_blocks)
+        return values.view(len(values), slices, self.per_byte, -1).unbind(2)
 
 
 class Int8Codec(ScaledCodec):
@@ -110,27 +109,15 @@ class Int8Codec(ScaledCodec):
 
     largest = 127
 
-    @torch.no_grad()
-    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        """Like `Codec.encode`, on a GPU in one kernel."""
-        codes, scales = self._parts(in_rows(message))
-        found = fused.FUSED.call(fused.encode, values, reference, codes)
-        if found is None:
-            super().encode(values, message, reference)
-        else:
-            scales.copy_(found)
-
-    def _restore(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-        # On a GPU in one kernel.
-        if fused.FUSED.call(fused.decode, codes, scales, values) is None:
-            super()._restore(codes, scales, values)
-
 
 class Int4Codec(ScaledCodec):
     """Rounds to 15 levels: 0.516 bytes per element."""
 
     largest, per_byte, base = 7, 2, 16
-    is_coarse = in_slices = True
+
+    def of_first_rounds(self) -> Int4Codec:
+        """A few rounds with 15 levels come near enough."""
+        return self
 
 
 class Int2Codec(ScaledCodec):
@@ -144,7 +131,6 @@ class Int2Codec(ScaledCodec):
 
     block = 320
     largest, per_byte, base = 1, 5, 3
-    is_coarse = in_slices = True
 
     def of_first_rounds(self) -> Int4Codec:
         """With three levels, a reference that starts at zero would come near too slowly."""
@@ -154,7 +140,7 @@ class Int2Codec(ScaledCodec):
         """The scale of each block; argument as in `ScaledCodec.scales`."""
         squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_()
         # Blocks of zeros have no mean size.
-        return squares.div_(values.abs().sum(2).clamp_min_(fused.SMALLEST_SCALE))
+        return squares.div_(values.abs().sum(2).clamp_min_(_SMALLEST_SCALE))
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """Like `ScaledCodec.pack`; values beyond the levels become -1 or 1."""

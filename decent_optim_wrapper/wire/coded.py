@@ -55,9 +55,9 @@ class CodedExchange(Exchange):
         references = round.references
         self._reference = None if references is None else references.of(bucket)
         self.uses_reference = self._reference is not None
-        is_coarse = self.uses_reference and codec.is_coarse
-        if references is not None and is_coarse and references.is_far(bucket):
-            self._weight, codec = 0.0, codec.of_first_rounds()
+        first = codec.of_first_rounds() if self.uses_reference else None
+        if references is not None and first is not None and references.is_far(bucket):
+            self._weight, codec = 0.0, first
         self._codec = codec
         # The equal parts of the vector that are coded separately, a row for each.
         self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
