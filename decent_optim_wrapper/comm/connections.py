@@ -7,6 +7,7 @@ and so on through all ranks.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from decent_optim_wrapper.comm.process_groups import (
     new_communicator,
     serves,
 )
+from decent_optim_wrapper.comm.streams import SendWindow
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError, never
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.forks import after_fork, leave_to_parent
@@ -77,6 +79,8 @@ class Connections:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         # The groups of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
+        # How many buckets of each group are on the wire at once.
+        self.windows = defaultdict[tuple[int, ...], SendWindow](SendWindow)
         # The GPUs that exchange over NCCL.
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -14,6 +17,13 @@ from torch import Tensor
 from decent_optim_wrapper.comm.background import in_background
 
 Action = Callable[[], None]
+# So many times as long as with the best window a round may take with a smaller one.
+_TOLERANCE = 1.08
+# In one of so many rounds, another window is tried.
+_PERIOD = 8
+# By how much the time of a window is raised before the next one counts if it is shorter: links
+# change, and a busy machine makes rounds longer, but never shorter.
+_AGEING = 1.05
 
 
 class AsyncHostCopy:
@@ -39,33 +49,33 @@ class AsyncHostCopy:
 
 
 class PostingThread:
-    """Runs actions one after the other on its own thread, each once a GPU has finished its input.
+    """Runs actions one after the other on its own thread, each once what it waits for is there.
 
     After an action has failed, no other one runs.
     """
 
     def __init__(self) -> None:
-        # Each with what it waits for on a GPU, and what is done after it; None ends the thread.
-        self._actions: SimpleQueue[tuple[torch.cuda.Event | None, Action, Future[None]] | None]
+        # Each with what waits before it, and what is done after it; None ends the thread.
+        self._actions: SimpleQueue[tuple[Action | None, Action, Future[None]] | None]
         self._actions = SimpleQueue()
         self._dropped = False
-        # Locked while an action runs, but not while it waits for the GPU.
+        # Locked while an action runs, but not while it waits.
         self._acting = threading.Lock()
         # Is done when the last action is, or one has failed.
         self.future = in_background(self._run)
 
-    def add(self, action: Action, device: torch.device | None = None) -> Future[None]:
-        """Run an action, once the GPU has finished what is on its current stream now.
+    def add(self, action: Action, wait: Action | None = None) -> Future[None]:
+        """Run an action.
 
         Args:
             action: the action.
-            device: the GPU; None waits for none.
+            wait: waits for what it needs, such as an event of a GPU; None for nothing.
 
         Returns:
             Is done after the action; never if it has failed, or does not run.
         """
         done: Future[None] = Future()
-        self._actions.put((None if device is None else mark(device), action, done))
+        self._actions.put((wait, action, done))
         return done
 
     def seal(self, last: Action | None = None) -> None:
@@ -75,7 +85,7 @@ class PostingThread:
         self._actions.put(None)
 
     def abandon(self) -> None:
-        """Run no more actions, and wait for the one that has begun, but for no GPU."""
+        """Run no more actions, and wait for the one that has begun, but not if it waits."""
         self._dropped = True
         self.seal()
         with self._acting:
@@ -83,13 +93,73 @@ class PostingThread:
 
     def _run(self) -> None:
         while (queued := self._actions.get()) is not None and not self._dropped:
-            packed, action, done = queued
-            if packed is not None:
-                packed.synchronize()
+            wait, action, done = queued
+            if wait is not None:
+                wait()
             with self._acting:
                 if not self._dropped:
                     action()
                     done.set_result(None)
+
+
+class SendWindow:
+    """Bounds the number of buckets of which codes are sent and the mean is not yet.
+
+    Codes and means share connections, which send first what was posted first. If the codes of all
+    buckets were posted at once, the first mean would wait for all of them, and a forward pass with
+    it. With too few of them, a link with a long latency would stand idle. So the window is the
+    smallest with which a round hardly takes longer than with a larger one.
+
+    Each rank has its own: all post buckets in the same order, so none waits for a bucket that
+    another one has not begun to send.
+    """
+
+    def __init__(self) -> None:
+        # Number of buckets at once.
+        self.size = 2
+        # The shortest seconds of a round by size.
+        self._seconds: dict[int, float] = {}
+        self._rounds = 0
+        # The number of the round, and when its first mean was posted and the last one arrived.
+        self._round: int | None = None
+        self._began, self._ended = math.inf, -math.inf
+        # Of each bucket, what is done when its mean is posted.
+        self._sent: deque[Future[None]] = deque()
+
+    def wait(self) -> None:
+        """Wait until there is room for a bucket; on the thread that posts."""
+        while len(self._sent) >= self.size:
+            self._sent.popleft().result()
+
+    def enter(self, round: int) -> Future[None]:
+        """Let a bucket of a round in; returns what `leave` takes."""
+        if round != self._round:
+            self._round = round
+            self._choose()
+        self._sent.append(Future())
+        return self._sent[-1]
+
+    def leave(self, bucket: Future[None]) -> None:
+        """Make room for another bucket: the mean of this one is posted, or will never be."""
+        self._began = min(self._began, time.monotonic())
+        bucket.set_result(None)
+
+    def note_arrival(self) -> None:
+        """Note that all means of a bucket have arrived."""
+        self._ended = time.monotonic()
+
+    def _choose(self) -> None:
+        """Choose the size for the next round."""
+        if (seconds := self._ended - self._began) > 0:
+            known = self._seconds.get(self.size, seconds)
+            self._seconds[self.size] = min(seconds, known * _AGEING)
+            longest = _TOLERANCE * min(self._seconds.values())
+            self.size = min(size for size, each in self._seconds.items() if each <= longest)
+            self._rounds += 1
+            if self._rounds % _PERIOD == 0:
+                larger = self._rounds % (2 * _PERIOD) > 0
+                self.size = self.size * 2 if larger else max(self.size // 2, 1)
+        self._began = math.inf
 
 
 def mark(device: torch.device) -> torch.cuda.Event:

@@ -158,7 +158,10 @@ class Round:
             if not needs_snapshot and (must_stay or (is_own and exchange.allow_changes())):
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
-            self.messages.run(exchange.start, exchange)
+            if exchange.turn is not None:
+                # Before its turn: the wire is busy meanwhile.
+                self.messages.run(exchange.code, exchange)
+            self.messages.run(exchange.start, exchange, exchange.turn)
             if early and not exchange.has_own_flag:
                 flag = partial(self.flags.send, [exchange], self.messages)
                 self.messages.run(flag, exchange)

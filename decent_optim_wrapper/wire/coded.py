@@ -90,8 +90,8 @@ class CodedExchange(Exchange):
         if self.via_cpu:
             messages.copy_(on_device, non_blocking=True)
 
-    def start(self) -> None:
-        """Code what is on the CPU, check the codes and start the exchange."""
+    def code(self) -> None:
+        """Code what is on the CPU, and check the codes."""
         if self.device.type == "cpu":
             self._encode()
         if self._round.nonfinite.checks:
@@ -100,7 +100,6 @@ class CodedExchange(Exchange):
             # A larger group would spread them.
             if not self.on_gpu and not finite and self._round.nonfinite.replaces:
                 self._messages.zero_()
-        self._send()
 
     def _mix(self, rate: float, mask: MixMask) -> None:
         arrived, own = mask.arrived, mask.own
@@ -115,10 +114,6 @@ class CodedExchange(Exchange):
             self._round.references.settle(self._bucket, self._reference)
         if arrived is not None and own is not None:
             self._replace(arrived.logical_not().logical_or_(own), taken)
-
-    @abstractmethod
-    def _send(self) -> None:
-        """Start the exchange of the messages."""
 
     @abstractmethod
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
@@ -163,7 +158,9 @@ class CodedPair(CodedExchange):
         """Return whether the peer says that its values are finite."""
         return bool(self._pair[1][-1])
 
-    def _send(self) -> None:
+    def start(self) -> None:
+        """Code what is on the CPU, and start the exchange of the messages."""
+        self.code()
         if self.has_own_flag:
             self._pair[0][-1] = bool(self.finite)
         self.works = self._swap(*self._pair)
@@ -200,6 +197,9 @@ class CodedGroup(CodedExchange):
         size, place = round.group.size, round.group.ranks.index(round.transport.rank)
         self._place = place
         self.has_own_flag = round.nonfinite.checks and not self.on_gpu
+        # The caller's own thread would wait for other ranks in the middle of a backward pass.
+        self._window = round.transport.windows[round.group.ranks]
+        self.turn = self._window.wait if self.on_thread else None
         # For each rank the row of the chunk that it owns, and the chunk.
         rows = owned_rows(size, round.number)
         self._owned = [self._chunks[row] for row in rows]
@@ -224,23 +224,33 @@ class CodedGroup(CodedExchange):
         self.bytes_sent = len(self._owners) * self._nbytes
         self.bytes_sent += len(self._senders) * self._incoming_nbytes
 
-    def _send(self) -> None:
+    def start(self) -> None:
+        """Start the exchange of the messages, and average on another thread what arrives."""
+        if self.turn is None:
+            self.code()
         transport, ranks = self._round.transport, self._round.group.ranks
         owners, senders = self._owners, self._senders
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
         for message in self._sent:
             message[-1] = bool(self.finite)
+        window = self._window
+        entry = window.enter(self._round.number)
         # The receives first: the data is sent when their notices arrive.
         codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
         sent = [transport.send(self._sent[p], ranks[p], tag) for p in owners]
 
         def average() -> None:
-            if codes:
-                self._average(codes)
-            works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
-            works += [transport.send(self._means[self._place], ranks[p], mean_tag) for p in senders]
+            try:
+                if codes:
+                    self._average(codes)
+                mean = self._means[self._place]
+                works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
+                works += [transport.send(mean, ranks[p], mean_tag) for p in senders]
+            finally:
+                window.leave(entry)
             for work in (*sent, *works):
                 _wait(work)
+            window.note_arrival()
 
         self.works.append(_OnThread(in_background(average), transport.report_and_close))
 

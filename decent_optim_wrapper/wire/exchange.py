@@ -99,6 +99,8 @@ class Exchange:
         self.via_cpu = bucket.via_cpu and group.size > 1
         # Whether another thread posts it: it waits for a copy, or codes.
         self.on_thread = self.via_cpu
+        # What the thread waits for before it starts the exchange.
+        self.turn: Callable[[], None] | None = None
         # The packed values, if the tensors may change before the mixing, which then needs them.
         self.snapshot: Flat | None = None
         # The packed values, if they are still in memory when the values of the peer arrive.
@@ -127,10 +129,14 @@ class Exchange:
         flat = self._bucket.wire.flat(wide(self._bucket.dtype))
         self.snapshot = self._bucket.pack(flat, snapshot)
 
-    def start(self) -> None:
-        """Check the values and start the exchange.
+    def code(self) -> None:
+        """Code what is on the CPU; `start` does it where the exchange has no turn to wait for.
 
         Values that are sent from the CPU are there already.
+        """
+
+    def start(self) -> None:
+        """Check the values and start the exchange.
 
         Raises:
             WireError: the connection is closed already.

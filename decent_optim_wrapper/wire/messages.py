@@ -11,7 +11,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm import tags
+from decent_optim_wrapper.comm import streams, tags
 from decent_optim_wrapper.comm.streams import Action, PostingThread
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, Waitable, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
@@ -62,17 +62,24 @@ class Messages:
             self._note(error, bucket)
         return []
 
-    def run(self, action: Action, exchange: Exchange) -> None:
-        """Run an action of an exchange after the actions of all exchanges posted before it."""
+    def run(self, action: Action, exchange: Exchange, turn: Action | None = None) -> None:
+        """Run an action of an exchange after the actions of all exchanges posted before it.
+
+        Args:
+            action: the action.
+            exchange: the exchange.
+            turn: what a thread waits for before it.
+        """
         if exchange.on_thread and self.thread is None:
             self.thread = PostingThread()
             self._round.transport.collectives_wait_for(self.thread)
         if self.thread is not None:
             # Later ones, too: all-reduces must have the same order on all ranks. A GPU may still
             # pack what is sent, and copy what was received in the same memory before.
-            device = exchange.device if exchange.via_cpu else None
+            if turn is None and exchange.via_cpu:
+                turn = streams.mark(exchange.device).synchronize
             run = partial(self._run, action, exchange.position)
-            self._posted[exchange.position] = self.thread.add(run, device)
+            self._posted[exchange.position] = self.thread.add(run, turn)
         else:
             self._run(action, exchange.position)
 

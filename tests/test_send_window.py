@@ -1,0 +1,160 @@
+"""Codes of few buckets are on the wire at once, so that means need not wait for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import flatten, make_params, take_steps, wrap
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper.comm import streams, tags
+from decent_optim_wrapper.comm.streams import SendWindow
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.wire import coded
+
+# A bucket each, of a chunk for each of four ranks.
+SHAPES = [(2000 + 7 * i,) for i in range(7)]
+
+
+class Clock:
+    """Time as the test tells it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def latency_bound(size: int) -> float:
+    """The seconds of a round in which a window of buckets takes as long as one of them."""
+    return 1.0 / size
+
+
+def wire_bound(size: int) -> float:
+    """The seconds of a round in which the wire is always busy."""
+    return 1.0
+
+
+def late(size: int) -> float:
+    """The seconds of a round on a link with some latency: from four buckets on it is busy."""
+    return 4.0 / min(size, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usual", "tried"),
+    [(latency_bound, 32, {16, 64}), (wire_bound, 1, {1, 2}), (late, 4, {2, 8})],
+)
+def test_the_window_is_the_smallest_that_makes_a_round_no_longer(
+    seconds: Callable[[int], float],
+    usual: int,
+    tried: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(streams, "time", clock)
+    window, chosen = SendWindow(), list[int]()
+    for number in range(80):
+        entry = window.enter(number)
+        chosen.append(window.size)
+        window.leave(entry)
+        clock.now += seconds(window.size)
+        window.note_arrival()
+        clock.now += 5.0  # until the next round
+    last = chosen[56:72]
+    assert max(set(last), key=last.count) == usual
+    # Others are tried now and then, or it would not be found out that a link has changed.
+    assert set(last) <= {usual, *tried}
+    assert len(set(last)) > 1
+
+
+def test_a_window_follows_a_link_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(streams, "time", clock)
+    window, sizes = SendWindow(), list[int]()
+    for number in range(400):
+        entry = window.enter(number)
+        sizes.append(window.size)
+        window.leave(entry)
+        clock.now += (late if number < 150 else wire_bound)(window.size) + 10 * (number >= 150)
+        window.note_arrival()
+    assert max(set(sizes[130:150]), key=sizes[130:150].count) == 4
+    assert max(set(sizes[-20:]), key=sizes[-20:].count) == 1
+
+
+def test_a_bucket_waits_until_there_is_room() -> None:
+    window = SendWindow()
+    entries = [window.enter(0) for _ in range(window.size)]
+    passed = threading.Event()
+
+    def post() -> None:
+        window.wait()
+        passed.set()
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    assert not passed.wait(0.05)
+    window.leave(entries[0])
+    assert passed.wait(60)
+    thread.join(60)
+
+
+def train(size: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[list[int]]]:
+    """The parameters of all ranks, and for each rank the tags of what it sends, in their order."""
+    sent: list[list[int]] = [[] for _ in range(4)]
+    send, enter = Transport.send, SendWindow.enter
+
+    def noted(self: Transport, tensor: Tensor, peer: int, tag: int) -> Any:
+        sent[self.rank].append(tag)
+        return send(self, tensor, peer, tag)
+
+    def of_this_size(self: SendWindow, round: int) -> Future[None]:
+        entry = enter(self, round)
+        self.size = size or self.size
+        return entry
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank, shapes=SHAPES)
+        optimizer = wrap(params, group, topology="complete", comm_dtype=torch.int8)
+        assert len(optimizer.buckets) == len(SHAPES)
+        take_steps(optimizer, params, rank, range(6))
+        optimizer.synchronize()
+        return flatten(params)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(coded, "FEW", 0)
+        patched.setattr(Transport, "send", noted)
+        patched.setattr(SendWindow, "enter", of_this_size)
+        return torch.stack(run_threads(4, main)), sent
+
+
+def ahead(tags_sent: list[int]) -> int:
+    """By how many buckets the codes of a rank were at most ahead of its means."""
+    codes, means, most = set[int](), set[int](), 0
+    for tag in tags_sent:
+        if tag >= tags.MEAN:
+            means.add(tag - tags.MEAN)
+        else:
+            if tag == tags.BUCKET:  # the first bucket of a round
+                codes, means = set(), set()
+            codes.add(tag - tags.BUCKET)
+        most = max(most, len(codes - means))
+    return most
+
+
+def test_the_window_bounds_how_far_codes_are_ahead_of_means_and_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = {size: train(size, monkeypatch) for size in (1, 2, 100, None)}
+    for size in (1, 2):
+        assert all(1 <= ahead(each) <= size for each in results[size][1])
+    params = results[1][0]
+    start = torch.stack([flatten(make_params(seed=rank, shapes=SHAPES)) for rank in range(4)])
+    assert (params - start).abs().min() > 0
+    assert all(torch.equal(params, each) for each, _ in results.values())
