@@ -90,6 +90,42 @@ def test_anchors_follow_the_order_of_parameters_that_are_added_or_dropped(change
     run_threads(2, main)
 
 
+@pytest.mark.parametrize("overlap", ["forward", False])
+def test_parameters_that_leave_the_base_are_only_averaged_by_an_outer_optimizer(
+    overlap: Any,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)).double()
+        base = SGD([{"params": [*layer.parameters()]} for layer in model], lr=0.05)
+        outer = OuterOptimizer(partial(SGD, lr=0.7, momentum=0.5))
+        options: Any = {"overlap": overlap, "comm_dtype": torch.float32, "extensions": [outer]}
+        optimizer = wrap([], group, base, model=model, **options)
+
+        def steps(first: int, last: int) -> tuple[Tensor, Tensor]:
+            for step in range(first, last):
+                optimizer.zero_grad()
+                inputs = torch.full((2, 4), 1.0 + rank + step, dtype=torch.float64)
+                model(inputs).square().sum().backward()
+                optimizer.step()
+            optimizer.synchronize()
+            return flatten([*model[0].parameters()]), flatten([*model[1].parameters()])
+
+        first = steps(0, 2)
+        model[0].requires_grad_(False)
+        del optimizer.param_groups[0]
+        optimizer.synchronize()
+        kept = flatten([*model[0].parameters()])
+        last = steps(2, 6)
+        assert not torch.equal(first[1], last[1])
+        return kept, last[0], *last
+
+    rows = run_threads(2, main)
+    # Two ranks agree on the mean of what they had, and nothing steps it.
+    mean = torch.stack([kept for kept, *_ in rows]).mean(0)
+    for _, left, *_ in rows:
+        torch.testing.assert_close(left, mean)
+
+
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()

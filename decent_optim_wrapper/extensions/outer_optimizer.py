@@ -68,7 +68,7 @@ class OuterOptimizer(Extension):
 
     def begin_step(self, buckets: Sequence[Bucket]) -> None:
         """Start the anchors of new parameters."""
-        self._start(members_of(buckets))
+        self._start([*members_of(buckets)])
 
     @contextmanager
     def mixing(self, received: ReceivedBucket) -> Iterator[None]:
@@ -108,14 +108,22 @@ class OuterOptimizer(Extension):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _start(self, params: Iterable[Tensor]) -> None:
-        """Start the anchors that have not started, if their parameters are finite."""
+    def _start(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Start the anchors that have not started, if their parameters are finite.
+
+        Parameters that the base has no more have no anchors.
+
+        Returns:
+            The parameters whose anchors had started before.
+        """
         self._follow()
-        for param in params:
-            if param not in self._started and bool(local(param).isfinite().all()):
+        known = [param for param in params if param in self._started]
+        for param in (self._anchors.keys() - self._started).intersection(params):
+            if bool(local(param).isfinite().all()):
                 # A DTensor has no data of its own, only its local tensor has.
                 local(self._anchors[param]).data = local(param).detach().clone()
                 self._started.add(param)
+        return known
 
     @torch.inference_mode(False)
     def _forget(self, params: Iterable[Tensor]) -> None:
@@ -132,9 +140,7 @@ class OuterOptimizer(Extension):
         Args:
             params: the parameters after the mixing; changed in place.
         """
-        known = [param for param in params if param in self._started]
-        self._start(params)
-        if not known:
+        if not (known := self._start(params)):
             return
         anchors = [self._anchors[param] for param in known]
         for anchor, away in zip(anchors, torch._foreach_sub(anchors, known), strict=True):
