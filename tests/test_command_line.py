@@ -63,6 +63,13 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
 
 
+def test_pairs_are_no_choice_for_two_ranks_which_are_one_in_any_case() -> None:
+    for ratio in (8.25, 41):
+        text = printed(f"plan --parameters 124M --ranks 2 --bandwidth 1gbit --step {4.13 / ratio}")
+        assert "one-peer-exp" not in text
+        assert "take " in text
+
+
 @pytest.mark.parametrize(
     "same",
     [

@@ -96,8 +96,10 @@ def lateness(settings: str, ratio: float) -> float:
 
 def written(settings: str, ranks: int) -> str:
     """How so many ranks write the settings of a row; empty where they cannot have the same."""
+    # Two ranks are a pair in any topology, so pairs save no bytes.
+    pairs = ranks > 2 and OnePeerExponential.fits(ranks)
     # Codes were measured with references.
-    pairs = OnePeerExponential.fits(ranks) and keeps_references(OnePeerExponential(ranks))
+    pairs = pairs and keeps_references(OnePeerExponential(ranks))
     fits = {"one-peer-exp": pairs, "Hierarchical": Hierarchical.fits(ranks, 4)}
     if not all(fit for name, fit in fits.items() if name in settings):
         return ""
