@@ -57,6 +57,25 @@ class Personal(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
+def test_a_scheduler_of_the_users_on_its_optimizer_knows_that_a_step_was_made(
+    in_backward: bool,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = wrap(make_model(), group, sgd, update_in_backward=in_backward)
+        before, rate = flat(model), model.optimizer.param_groups[0]["lr"]
+        scheduler = LambdaLR(model.optimizer, lambda step: 0.5**step)
+        for step in range(3):
+            backward(loss_of(model, rank, step))
+            scheduler.step()
+        assert not torch.equal(before, flat(model))
+        return [group["lr"] / rate for group in model.optimizer.param_groups]
+
+    for rates in run_threads(2, main):
+        assert rates == [0.125] * len(rates)
+
+
 @pytest.mark.parametrize(
     ("way", "overlap"), [("backward", "forward"), ("end", True), ("step", "forward")]
 )

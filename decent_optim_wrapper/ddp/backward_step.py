@@ -52,6 +52,8 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
+        # A scheduler on this optimizer recognises a step by this mark.
+        self._opt_called = True
         return self._in_parts(Scaling(None, None), apply, in_backward=True)
 
     def check_newest(self) -> None:

@@ -37,7 +37,8 @@ class DecentralizedDataParallel(Module):
 
     Every backward pass is one step of `DecentOptimWrapper` with ``overlap="forward"``,
     ``x <- W_t (x - u(x))``. If the base's update is per parameter, the trajectory is the same: bit
-    for bit in pairs, and up to rounding in larger groups, whose buckets contain other parameters.
+    for bit in pairs in float32 and bfloat16, otherwise up to rounding, since buckets contain other
+    parameters.
     As soon as all gradients of a bucket are complete, the bucket is updated and launched, and its
     gradients are freed, so there are never many more gradients in memory than one bucket has. The
     bucket is mixed right before the next forward pass reads it. Do not call `step()` or
