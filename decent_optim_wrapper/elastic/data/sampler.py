@@ -75,7 +75,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next step; ``while sampler.epoch < epochs`` ends after all of them."""
+        """The epoch of the next step; ``while sampler.epoch < epochs`` ends after all of them.
+
+        Call a collective method, such as ``optimizer.averaged()``, on all ranks before you read it
+        at the end of a pass: a rank that is lost in the last step leaves samples for another pass.
+        """
         return self._dealing.at(self._done).epoch
 
     @property
