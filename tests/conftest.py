@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
     *("test_examples", "test_partitions", "test_recovery", "test_etcd", "test_store", "test_mesh"),
-    *("test_soak", "test_launcher", "test_faults", "test_guides", "test_fused_codec"),
+    *("test_soak", "test_launcher", "test_faults", "test_guides"),
 )
 
 

@@ -315,7 +315,6 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
         mock.patch.object(connections, "new_communicator", communicator),
         mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),
         mock.patch.object(parameters, "overlapping", return_value=None),
-        # Torch would compile for a GPU that is not there.
         mode.fake,
         mode,
     ):

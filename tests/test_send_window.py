@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -14,9 +15,11 @@ from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
+from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.comm import streams, tags
 from decent_optim_wrapper.comm.streams import SendWindow
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import WireError
 from decent_optim_wrapper.wire import coded
 
 # A bucket each, of a chunk for each of four ranks.
@@ -105,6 +108,15 @@ def test_a_bucket_waits_until_there_is_room() -> None:
     thread.join(60)
 
 
+def test_a_window_keeps_nothing_of_earlier_rounds() -> None:
+    window = SendWindow()
+    for number in range(5):
+        window.leave(window.enter(number))
+        kept = window.enter(number)
+    assert len(window._sent) == 2  # noqa: SLF001
+    window.leave(kept)
+
+
 def train(size: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[list[int]]]:
     """The parameters of all ranks, and for each rank the tags of what it sends, in their order."""
     sent: list[list[int]] = [[] for _ in range(4)]
@@ -154,7 +166,36 @@ def test_the_window_bounds_how_far_codes_are_ahead_of_means_and_changes_no_bit(
     results = {size: train(size, monkeypatch) for size in (1, 2, 100, None)}
     for size in (1, 2):
         assert all(1 <= ahead(each) <= size for each in results[size][1])
+    # Without it, the codes of all buckets come first.
+    assert max(map(ahead, results[100][1])) > 2
     params = results[1][0]
     start = torch.stack([flatten(make_params(seed=rank, shapes=SHAPES)) for rank in range(4)])
     assert (params - start).abs().min() > 0
     assert all(torch.equal(params, each) for each, _ in results.values())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("failing", [0, 1, 4])
+def test_a_bucket_that_cannot_be_sent_is_a_lost_rank_at_once(
+    size: int, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Transport.send
+
+    def gone(self: Transport, tensor: Tensor, peer: int, tag: int) -> Any:
+        if self.rank == 1 and tag == tags.BUCKET + failing:
+            raise WireError("the connection is closed")
+        return send(self, tensor, peer, tag)
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(seed=rank, shapes=SHAPES)
+        optimizer = wrap(params, group, topology="complete", comm_dtype=torch.int8, timeout=300)
+        with pytest.raises(PeerError) as caught:
+            take_steps(optimizer, params, rank, range(3))
+        return str(caught.value)
+
+    monkeypatch.setattr(coded, "FEW", 0)
+    monkeypatch.setattr(Transport, "send", gone)
+    monkeypatch.setattr(SendWindow, "_choose", lambda self: setattr(self, "size", size))
+    start = time.monotonic()
+    assert all("lost" in text for text in run_threads(4, main))
+    assert time.monotonic() - start < 60

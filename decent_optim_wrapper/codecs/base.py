@@ -62,7 +62,7 @@ class Codec(ABC):
 
     @property
     def most_blocks(self) -> int:
-        """Number of blocks in a slice: a chunk is cut into slices, of which the last is shorter."""
+        """Number of blocks in a slice: a chunk is cut into slices, and the last may be shorter."""
         return max(1, SLICE // self.block)
 
     @property
@@ -163,17 +163,15 @@ class Codec(ABC):
             yield place.part, [part for part, _ in blocks]
 
     def _places(self, messages: Tensor, numel: int) -> list[Place]:
-        """The blocks that are coded at once, one after the other."""
+        """All blocks, in order; those of a place are coded at once."""
         length, most = messages.shape[1] // self.block_bytes, self.most_blocks
         # On a GPU each operation starts a kernel: all whole slices are coded at once.
         part = most if messages.device.type == "cpu" else max(most, length - length % most)
         # Empty chunks have no message.
         chunks = min(len(messages), -(-numel // max(1, length * self.block)))
         step = max(1, most // max(1, length))
-        places = []
-        for first, (begin, end) in product(
-            range(0, chunks, step), pairwise([*range(0, length, part), length])
-        ):
+        cuts, places = pairwise([*range(0, length, part), length]), []
+        for first, (begin, end) in product(range(0, chunks, step), cuts):
             last = min(chunks, first + step)
             start = (first * length + begin) * self.block
             stop = min(numel, ((last - 1) * length + end) * self.block)

@@ -1,4 +1,4 @@
-"""Work that the host does later, on a thread or once a GPU has finished."""
+"""Work that the host does later: on a thread, once a GPU has finished, or once there is room."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from decent_optim_wrapper.comm.background import in_background
 
 Action = Callable[[], None]
-# So many times as long as with the best window a round may take with a smaller one.
+# A smaller window is preferred if its rounds take at most so many times as long as the best one's.
 _TOLERANCE = 1.08
 # In one of so many rounds, another window is tried.
 _PERIOD = 8
-# By how much the time of a window is raised before the next one counts if it is shorter: links
-# change, and a busy machine makes rounds longer, but never shorter.
+# The time of a window rises by at most this factor in a round, and falls at once: a busy machine
+# makes rounds longer, but never shorter. So a link that has become slower is noticed late.
 _AGEING = 1.05
 
 
@@ -49,7 +49,7 @@ class AsyncHostCopy:
 
 
 class PostingThread:
-    """Runs actions one after the other on its own thread, each once what it waits for is there.
+    """Runs actions one after the other on its own thread, each after its own wait.
 
     After an action has failed, no other one runs.
     """
@@ -110,8 +110,8 @@ class SendWindow:
     it. With too few of them, a link with a long latency would stand idle. So the window is the
     smallest with which a round hardly takes longer than with a larger one.
 
-    Each rank has its own: all post buckets in the same order, so none waits for a bucket that
-    another one has not begun to send.
+    Each rank has its own. They may differ: all ranks post buckets in the same order, and a mean
+    needs the codes of its own bucket only, so ranks cannot wait for each other in a circle.
     """
 
     def __init__(self) -> None:
@@ -135,6 +135,8 @@ class SendWindow:
         """Let a bucket of a round in; returns what `leave` takes."""
         if round != self._round:
             self._round = round
+            # All have arrived, and nobody waits for room if all buckets are small.
+            self._sent.clear()
             self._choose()
         self._sent.append(Future())
         return self._sent[-1]
@@ -150,15 +152,16 @@ class SendWindow:
 
     def _choose(self) -> None:
         """Choose the size for the next round."""
-        if (seconds := self._ended - self._began) > 0:
-            known = self._seconds.get(self.size, seconds)
-            self._seconds[self.size] = min(seconds, known * _AGEING)
-            longest = _TOLERANCE * min(self._seconds.values())
-            self.size = min(size for size, each in self._seconds.items() if each <= longest)
+        times, seconds = self._seconds, self._ended - self._began
+        if seconds > 0:
+            times[self.size] = min(seconds, _AGEING * times.get(self.size, seconds))
+            longest = _TOLERANCE * min(times.values())
+            self.size = min(size for size, each in times.items() if each <= longest)
             self._rounds += 1
             if self._rounds % _PERIOD == 0:
-                larger = self._rounds % (2 * _PERIOD) > 0
-                self.size = self.size * 2 if larger else max(self.size // 2, 1)
+                # A larger and a smaller one by turns.
+                other = self.size * 2 if self._rounds % (2 * _PERIOD) else self.size // 2
+                self.size = max(other, 1)
         self._began = math.inf
 
 

@@ -128,6 +128,8 @@ def _wait_for_each(
             begun.append(each)
             _wait_for(each.works[part], each)
     if further is not None:
+        # These have arrived: it may be any rank for which `further` waits.
+        begun.clear()
         _wait_for_each(further(), None, begun)
 
 

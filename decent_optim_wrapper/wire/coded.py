@@ -229,28 +229,27 @@ class CodedGroup(CodedExchange):
         if self.turn is None:
             self.code()
         transport, ranks = self._round.transport, self._round.group.ranks
-        owners, senders = self._owners, self._senders
+        owners, senders, mean = self._owners, self._senders, self._means[self._place]
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
         for message in self._sent:
             message[-1] = bool(self.finite)
-        window = self._window
-        entry = window.enter(self._round.number)
         # The receives first: the data is sent when their notices arrive.
         codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
         sent = [transport.send(self._sent[p], ranks[p], tag) for p in owners]
+        # Only now: what could not be sent would never leave.
+        entry = self._window.enter(self._round.number)
 
         def average() -> None:
             try:
                 if codes:
                     self._average(codes)
-                mean = self._means[self._place]
                 works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
                 works += [transport.send(mean, ranks[p], mean_tag) for p in senders]
             finally:
-                window.leave(entry)
+                self._window.leave(entry)
             for work in (*sent, *works):
                 _wait(work)
-            window.note_arrival()
+            self._window.note_arrival()
 
         self.works.append(_OnThread(in_background(average), transport.report_and_close))
 

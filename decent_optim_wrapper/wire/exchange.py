@@ -130,13 +130,12 @@ class Exchange:
         self.snapshot = self._bucket.pack(flat, snapshot)
 
     def code(self) -> None:
-        """Code what is on the CPU; `start` does it where the exchange has no turn to wait for.
-
-        Values that are sent from the CPU are there already.
-        """
+        """Code what is on the CPU; `start` does it where the exchange has no turn to wait for."""
 
     def start(self) -> None:
         """Check the values and start the exchange.
+
+        Values that are sent from the CPU are there already.
 
         Raises:
             WireError: the connection is closed already.

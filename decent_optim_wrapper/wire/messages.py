@@ -114,7 +114,8 @@ class Messages:
             if self.thread is not None:
                 ended, posted = self.thread.future, self._posted
                 awaited = [posted[e.position] for e in exchanges if e.position in posted]
-                for each in awaited or [ended]:
+                # Each within the timeout: they also wait for what the others send.
+                for each in awaited or [*posted.values(), ended]:
                     if not each.done():
                         self._round.transport.wait_for_any(each, ended)
                 if ended.done():

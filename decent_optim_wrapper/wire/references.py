@@ -77,7 +77,7 @@ class GroupReference:
     def _is_new(self, bucket: Bucket) -> bool:
         """Whether a part was added to the bucket, and rounds only move its reference so far."""
         codec = bucket.codec(self._size)
-        if not uses_reference(bucket, self._size) or (codec and codec.of_first_rounds()) is None:
+        if codec is None or not uses_reference(bucket, self._size) or not codec.of_first_rounds():
             return False
         begun = max(self._begun.get(each, 0) for each in bucket.members)
         is_far = begun > 0 and self.coded_rounds - begun < _ROUNDS_FROM_ZERO
