@@ -134,7 +134,7 @@ def test_a_gpu_codes_whole_slices_at_once_and_writes_the_same(
     places, counts = type(codec)._places, list[int]()  # noqa: SLF001
 
     def of_a_gpu(self: Codec, messages: Tensor, numel: int) -> list[Place]:
-        found = places(self, messages.to("meta"), numel)
+        found = [*places(self, messages.to("meta"), numel)]
         counts.append(len(found))
         return found
 

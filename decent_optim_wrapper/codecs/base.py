@@ -130,7 +130,7 @@ class Codec(ABC):
                 codes the values themselves.
         """
         messages = in_rows(message)
-        places = self._places(messages, values.numel())
+        places = [*self._places(messages, values.numel())]
         buffer = self._buffer(places, wide(values.dtype), values.device)
         for place in places:
             part, whole = self._in_blocks(place, buffer)
@@ -154,7 +154,7 @@ class Codec(ABC):
             A slice, and the values of each message there, which the next slice overwrites.
         """
         rows = [*map(in_rows, messages)]
-        places = self._places(rows[0], numel)
+        places = [*self._places(rows[0], numel)]
         buffers = [self._buffer(places, dtype, row.device) for row in rows]
         for place in places:
             blocks = [self._in_blocks(place, buffer) for buffer in buffers]
@@ -162,7 +162,7 @@ class Codec(ABC):
                 self.read(row, place, whole)
             yield place.part, [part for part, _ in blocks]
 
-    def _places(self, messages: Tensor, numel: int) -> list[Place]:
+    def _places(self, messages: Tensor, numel: int) -> Iterator[Place]:
         """All blocks, in order; those of a place are coded at once."""
         length, most = messages.shape[1] // self.block_bytes, self.most_blocks
         # On a GPU each operation starts a kernel: all whole slices are coded at once.
@@ -170,14 +170,13 @@ class Codec(ABC):
         # Empty chunks have no message.
         chunks = min(len(messages), -(-numel // max(1, length * self.block)))
         step = max(1, most // max(1, length))
-        cuts, places = pairwise([*range(0, length, part), length]), []
+        cuts = pairwise([*range(0, length, part), length])
         for first, (begin, end) in product(range(0, chunks, step), cuts):
             last = min(chunks, first + step)
             start = (first * length + begin) * self.block
             stop = min(numel, ((last - 1) * length + end) * self.block)
             if start < stop:
-                places.append(Place(slice(start, stop), slice(first, last), slice(begin, end)))
-        return places
+                yield Place(slice(start, stop), slice(first, last), slice(begin, end))
 
     def _buffer(self, places: list[Place], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the elements of any of these."""

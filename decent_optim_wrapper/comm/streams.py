@@ -119,9 +119,9 @@ class SendWindow:
         self.size = 2
         # The shortest seconds of a round by size.
         self._seconds: dict[int, float] = {}
-        self._rounds = 0
-        # The number of the round, and when its first mean was posted and the last one arrived.
-        self._round: int | None = None
+        # How many rounds were timed, and the number of the present one.
+        self._rounds, self._round = 0, -1
+        # When its first mean was posted, and when the last one arrived.
         self._began, self._ended = math.inf, -math.inf
         # Of each bucket, what is done when its mean is posted.
         self._sent: deque[Future[None]] = deque()
@@ -154,14 +154,12 @@ class SendWindow:
         """Choose the size for the next round."""
         times, seconds = self._seconds, self._ended - self._began
         if seconds > 0:
+            self._rounds += 1
             times[self.size] = min(seconds, _AGEING * times.get(self.size, seconds))
             longest = _TOLERANCE * min(times.values())
-            self.size = min(size for size, each in times.items() if each <= longest)
-            self._rounds += 1
-            if self._rounds % _PERIOD == 0:
-                # A larger and a smaller one by turns.
-                other = self.size * 2 if self._rounds % (2 * _PERIOD) else self.size // 2
-                self.size = max(other, 1)
+            # Now and then a larger and a smaller one, by turns.
+            factor = {_PERIOD: 2.0, 0: 0.5}.get(self._rounds % (2 * _PERIOD), 1.0)
+            self.size = int(min(n for n, each in times.items() if each <= longest) * factor) or 1
         self._began = math.inf
 
 

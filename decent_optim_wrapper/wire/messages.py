@@ -76,8 +76,7 @@ class Messages:
         if self.thread is not None:
             # Later ones, too: all-reduces must have the same order on all ranks. A GPU may still
             # pack what is sent, and copy what was received in the same memory before.
-            if turn is None and exchange.via_cpu:
-                turn = streams.mark(exchange.device).synchronize
+            turn = turn or (streams.mark(exchange.device).synchronize if exchange.via_cpu else None)
             run = partial(self._run, action, exchange.position)
             self._posted[exchange.position] = self.thread.add(run, turn)
         else:
