@@ -55,7 +55,7 @@ class PostingThread:
     """
 
     def __init__(self) -> None:
-        # Each with what waits before it, and what is done after it; None ends the thread.
+        # Each with what it waits for, and what is done after it; None ends the thread.
         self._actions: SimpleQueue[tuple[Action | None, Action, Future[None]] | None]
         self._actions = SimpleQueue()
         self._dropped = False
@@ -85,7 +85,7 @@ class PostingThread:
         self._actions.put(None)
 
     def abandon(self) -> None:
-        """Run no more actions, and wait for the one that has begun, but not if it waits."""
+        """Run no more actions, and wait for the one that runs, but not for one that still waits."""
         self._dropped = True
         self.seal()
         with self._acting:
