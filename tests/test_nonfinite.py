@@ -160,8 +160,8 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
 
     way(monkeypatch)
     rows = zip(*run_threads(size, main), strict=True)
-    # One round in int2 brings no value near: the mean and the distance must tell.
-    rough = {"exact": 1e-9, "int8": 0.1, "int4": 1.5, "int2": math.inf, "bf16": 0.05}[comm]
+    # One round in int2 brings values near only roughly: the mean and the distance tell more.
+    rough = {"exact": 1e-9, "int8": 0.1, "int4": 1.5, "int2": 3.0, "bf16": 0.05}[comm]
     pull = rate * ((1 - self_weight) * size / (size - 1) if self_weight else 1.0)
     for bad, row in zip(left_out, rows, strict=True):
         before, after = map(torch.stack, zip(*row, strict=True))

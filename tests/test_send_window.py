@@ -50,6 +50,25 @@ def late(size: int) -> float:
     return 4.0 / min(size, 4)
 
 
+def chosen(seconds: Callable[[int, int], float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of 400 rounds, of which each takes so many seconds by its number and size."""
+    clock = Clock()
+    monkeypatch.setattr(streams, "time", clock)
+    window, sizes = SendWindow(), list[int]()
+    for number in range(400):
+        entry = window.enter(number)
+        sizes.append(window.size)
+        window.leave(entry)
+        clock.now += seconds(number, window.size)
+        window.note_arrival()
+        clock.now += 5.0  # until the next round
+    return sizes
+
+
+def usual_of(sizes: list[int]) -> int:
+    return max(set(sizes), key=sizes.count)
+
+
 @pytest.mark.parametrize(
     ("seconds", "usual", "tried"),
     [(latency_bound, 32, {16, 64}), (wire_bound, 1, {1, 2}), (late, 4, {2, 8})],
@@ -60,35 +79,20 @@ def test_the_window_is_the_smallest_that_makes_a_round_no_longer(
     tried: set[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(streams, "time", clock)
-    window, chosen = SendWindow(), list[int]()
-    for number in range(80):
-        entry = window.enter(number)
-        chosen.append(window.size)
-        window.leave(entry)
-        clock.now += seconds(window.size)
-        window.note_arrival()
-        clock.now += 5.0  # until the next round
-    last = chosen[56:72]
-    assert max(set(last), key=last.count) == usual
+    last = chosen(lambda _, size: seconds(size), monkeypatch)[56:72]
+    assert usual_of(last) == usual
     # Others are tried now and then, or it would not be found out that a link has changed.
     assert set(last) <= {usual, *tried}
     assert len(set(last)) > 1
 
 
 def test_a_window_follows_a_link_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(streams, "time", clock)
-    window, sizes = SendWindow(), list[int]()
-    for number in range(400):
-        entry = window.enter(number)
-        sizes.append(window.size)
-        window.leave(entry)
-        clock.now += (late if number < 150 else wire_bound)(window.size) + 10 * (number >= 150)
-        window.note_arrival()
-    assert max(set(sizes[130:150]), key=sizes[130:150].count) == 4
-    assert max(set(sizes[-20:]), key=sizes[-20:].count) == 1
+    def seconds(number: int, size: int) -> float:
+        return late(size) if number < 150 else wire_bound(size) + 10
+
+    sizes = chosen(seconds, monkeypatch)
+    assert usual_of(sizes[130:150]) == 4
+    assert usual_of(sizes[-20:]) == 1
 
 
 def test_a_bucket_waits_until_there_is_room() -> None:

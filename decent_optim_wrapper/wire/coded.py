@@ -197,8 +197,8 @@ class CodedGroup(CodedExchange):
         size, place = round.group.size, round.group.ranks.index(round.transport.rank)
         self._place = place
         self.has_own_flag = round.nonfinite.checks and not self.on_gpu
-        # The caller's own thread would wait for other ranks in the middle of a backward pass.
         self._window = round.transport.windows[round.group.ranks]
+        # The caller's own thread would wait for other ranks in the middle of a backward pass.
         self.turn = self._window.wait if self.on_thread else None
         # For each rank the row of the chunk that it owns, and the chunk.
         rows = owned_rows(size, round.number)
