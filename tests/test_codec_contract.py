@@ -26,7 +26,7 @@ from decent_optim_wrapper.codecs import (
 from decent_optim_wrapper.wire.layout import saving
 
 # Elements that are coded at once.
-SLICE = 1 << 18
+SLICE = base.SLICE
 
 
 CODECS: dict[str, Any] = {

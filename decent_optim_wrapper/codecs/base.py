@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Elements of a slice, which are coded at a time on a CPU, so that they stay in the cache.
-SLICE = 1 << 18
+SLICE = 1 << 19
 
 Decoded = tuple[slice, list[Tensor]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -50,13 +49,12 @@ class ScaledCodec(Codec):
 
         Args:
             values: values over scales, of shape (chunks, blocks, block); overwritten.
-            codes: the result, int8 of shape (chunks, blocks, block / per_byte).
+            codes: the result, int8 of shape (chunks, blocks * block / per_byte).
         """
-        first, *others = self._in_parts(values.round_())
-        total = codes.view(first.shape).copy_(first)
+        total, *others = self._in_parts(values.round_())
         for place, other in enumerate(others, 1):
-            # Int8 is added faster than float32: it has a quarter of the bytes.
-            total.add_(other.to(torch.int8), alpha=self.base**place)
+            total.add_(other, alpha=self.base**place)
+        codes.view(total.shape).copy_(total)
 
     def unpack(self, codes: Tensor, values: Tensor) -> None:
         """Read codes as scaled values; arguments as in `pack`."""
@@ -73,30 +71,31 @@ class ScaledCodec(Codec):
 
     def is_finite(self, messages: Tensor) -> Tensor:
         """Return whether all blocks are finite; one that is not has a scale that is not."""
-        _, scales = self._parts(in_rows(messages))
+        rows = in_rows(messages)
+        _, scales = self._parts(rows, slice(None), slice(0, rows.shape[1] // self.block_bytes))
         # A scale that was rounded up may be finite, and the value of the largest code infinite.
         return is_finite_on_device(scales * self.largest)
 
     def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Scale some blocks, and code them."""
-        codes, scales = (part[place.chunks, place.blocks] for part in self._parts(messages))
+        codes, scales = self._parts(messages, place.chunks, place.blocks)
         scales.copy_(self.scales(values))
-        # The reciprocal of the scale as it is sent, which is rounded.
-        inverse = scales.to(values.dtype).reciprocal()
-        inverse.masked_fill_(scales < _SMALLEST_SCALE, 0)
-        self.pack(values.mul_(inverse.unsqueeze(2)), codes)
+        # The scale as it is sent, which is rounded, or infinity from the next smaller float32 on.
+        sent = torch.threshold(scales.to(values.dtype), _SMALLEST_SCALE - 2.0**-149, torch.inf)
+        self.pack(values.mul_(sent.reciprocal_().unsqueeze(2)), codes)
 
     def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Decode some blocks, and scale them back."""
-        codes, scales = (part[place.chunks, place.blocks] for part in self._parts(messages))
+        codes, scales = self._parts(messages, place.chunks, place.blocks)
         self.unpack(codes, values)
         values.mul_(scales.to(values.dtype).unsqueeze(2))
 
-    def _parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes of all blocks, of shape (chunks, blocks, bytes), and their scales."""
-        shape = messages.shape[1] // self.block_bytes, self.block // self.per_byte
-        codes, scales = messages.tensor_split([math.prod(shape)], dim=1)
-        return torch.unflatten(codes.view(torch.int8), 1, shape), scales.view(torch.float32)
+    def _parts(self, messages: Tensor, chunks: slice, blocks: slice) -> tuple[Tensor, Tensor]:
+        """The codes of some blocks, as in `pack`, and their scales, as from `scales`."""
+        width = self.block // self.per_byte
+        codes = messages[chunks, blocks.start * width : blocks.stop * width].view(torch.int8)
+        scales = messages[chunks, messages.shape[1] // self.block_bytes * width :]
+        return codes, scales.view(torch.float32)[:, blocks]
 
     def _in_parts(self, values: Tensor) -> tuple[Tensor, ...]:
         """The parts of each slice of which a byte holds a code each."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
@@ -59,9 +58,10 @@ class CodedExchange(Exchange):
         if references is not None and first is not None and references.is_far(bucket):
             self._weight, codec = 0.0, first
         self._codec = codec
-        # The equal parts of the vector that are coded separately, a row for each.
-        self._chunks = shares(numel, codec.block, size) if self.sums else [slice(0, numel)]
-        self._length = _length(self._chunks[0])
+        # Equal chunks of whole blocks are coded, a row for each. The last ones may not be full, or
+        # be empty.
+        self._count = size if self.sums else 1
+        self._length = -(-numel // (codec.block * self._count)) * codec.block
         # The codec of received messages, which are means in larger groups.
         self._incoming_codec = codec.of_means(size) if self.sums else codec
         self._nbytes = codec.nbytes(self._length)
@@ -69,7 +69,7 @@ class CodedExchange(Exchange):
         # Behind the codes of a chunk comes a flag, of the rank or of all whose mean it is.
         row = aligned(max(self._nbytes, self._incoming_nbytes) + size)
         # The messages to send, and as much memory for received ones.
-        self._messages, self._room = bucket.wire.vectors(2, row * len(self._chunks), torch.uint8)
+        self._messages, self._room = bucket.wire.vectors(2, row * self._count, torch.uint8)
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Keep the values that are sent, and code those of a GPU."""
@@ -83,7 +83,7 @@ class CodedExchange(Exchange):
         messages, values = self._messages, self._values.data
         on_device = torch.empty_like(messages, device=self.device) if self.via_cpu else messages
         rows = self._rows(on_device, self._codec)
-        if (full := len(values) // max(1, self._length)) < len(self._chunks):
+        if self.sums and (full := len(values) // max(1, self._length)) < self._count:
             # Nothing is coded into the end of the last rows, and `is_finite` reads all rows.
             rows[full:].zero_()
         self._codec.encode(values, rows, self._reference)
@@ -139,7 +139,7 @@ class CodedExchange(Exchange):
     def _rows(self, memory: Tensor, codec: Codec) -> Tensor:
         """The messages without their flags, in larger groups with a row for each chunk."""
         nbytes = codec.nbytes(self._length)
-        return memory.view(len(self._chunks), -1)[:, :nbytes] if self.sums else memory[:nbytes]
+        return memory.view(self._count, -1)[:, :nbytes] if self.sums else memory[:nbytes]
 
 
 class CodedPair(CodedExchange):
@@ -194,33 +194,26 @@ class CodedGroup(CodedExchange):
 
     def __init__(self, round: RoundContext, bucket: Bucket, position: int, codec: Codec) -> None:
         super().__init__(round, bucket, position, codec)
-        size, place = round.group.size, round.group.ranks.index(round.transport.rank)
-        self._place = place
+        size = self._count
+        self._place = place = round.group.ranks.index(round.transport.rank)
         self.has_own_flag = round.nonfinite.checks and not self.on_gpu
         self._window = round.transport.windows[round.group.ranks]
         # The caller's own thread would wait for other ranks in the middle of a backward pass.
         self.turn = self._window.wait if self.on_thread else None
         # For each rank the row of the chunk that it owns, and the chunk.
-        rows = owned_rows(size, round.number)
-        self._owned = [self._chunks[row] for row in rows]
-        messages, room = self._messages.view(size, -1), self._room.view(size, -1)
-        # The codes of each chunk, and behind them whether this rank's values are finite.
-        self._sent = [messages[row, : self._nbytes + 1] for row in rows]
-        # For each rank a row, which first takes its message of this rank's chunk, and then the mean
-        # of its own chunk, with the flags of all ranks behind it.
-        self._codes = [room[row, : self._nbytes + 1] for row in rows]
-        self._codes[place] = self._sent[place]
-        self._means = [room[row, : self._incoming_nbytes + size] for row in rows]
-        self._own_mean = self._means[place]
+        self._row_of = owned_rows(size, round.number)
+        self._owned = [slice(row * self._length, (row + 1) * self._length) for row in self._row_of]
+        others = [p for p in range(size) if p != place]
+        # Empty chunks are not sent.
+        self._owners = [p for p in others if self._owned[p].start < bucket.wire.numel]
+        self._senders = others if self._owned[place].start < bucket.wire.numel else []
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
         new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
-        self._means[place] = new(self._own_mean.numel(), torch.uint8)
+        # The mean of this rank's chunk, and behind it the flags of all ranks.
+        self._mean = new(self._incoming_nbytes + size, torch.uint8)
         # This rank's mean less the one that it sends.
-        self._error = new(_length(self._owned[place]), wide(bucket.dtype)).zero_()
-        # Chunks of a small vector may be empty; they are not sent.
-        self._owners = [p for p, chunk in enumerate(self._owned) if p != place and _length(chunk)]
-        self._senders = [p for p in range(size) if p != place and len(self._error)]
+        self._error = new(self._length if self._senders else 0, wide(bucket.dtype))
         self.bytes_sent = len(self._owners) * self._nbytes
         self.bytes_sent += len(self._senders) * self._incoming_nbytes
 
@@ -229,54 +222,59 @@ class CodedGroup(CodedExchange):
         if self.turn is None:
             self.code()
         transport, ranks = self._round.transport, self._round.group.ranks
-        owners, senders, mean = self._owners, self._senders, self._means[self._place]
+        owners, senders, nbytes = self._owners, self._senders, self._nbytes + 1
         tag, mean_tag = tags.BUCKET + self.position, tags.MEAN + self.position
-        for message in self._sent:
-            message[-1] = bool(self.finite)
+        messages, room = (each.view(len(ranks), -1) for each in (self._messages, self._room))
+        messages[:, self._nbytes] = bool(self.finite)
+        # A row of the memory first takes the message of a rank, in their order, and then a mean.
+        room[self._place].copy_(messages[self._row_of[self._place]])
         # The receives first: the data is sent when their notices arrive.
-        codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
-        sent = [transport.send(self._sent[p], ranks[p], tag) for p in owners]
+        codes = [transport.receive(room[p, :nbytes], ranks[p], tag) for p in senders]
+        sent = [transport.send(messages[self._row_of[p], :nbytes], ranks[p], tag) for p in owners]
         # Only now: what could not be sent would never leave.
         entry = self._window.enter(self._round.number)
 
         def average() -> None:
             try:
                 if codes:
-                    self._average(codes)
-                works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
-                works += [transport.send(mean, ranks[p], mean_tag) for p in senders]
+                    self._average(codes, room)
+                works = [transport.receive(self._mean_of(p), ranks[p], mean_tag) for p in owners]
+                works += [transport.send(self._mean, ranks[p], mean_tag) for p in senders]
             finally:
                 self._window.leave(entry)
+            # Of what has been sent: nobody waits for it.
+            _add(self._incoming_codec, self._mean[: self._incoming_nbytes], self._error, -1.0)
             for work in (*sent, *works):
                 _wait(work)
             self._window.note_arrival()
 
         self.works.append(_OnThread(in_background(average), transport.report_and_close))
 
-    @torch.no_grad()
-    def _average(self, codes: Mapping[int, Waitable]) -> None:
-        total, size = self._error, len(self._codes)
-        mean, flags = self._means[self._place].tensor_split([-size])
-        # In the order of the ranks: the mean must not depend on the order of arrival.
-        for place, message in enumerate(self._codes):
-            if place in codes:
-                _wait(codes[place])
-            _add(self._codec, message[:-1], total)
-        total.div_(size)
-        self._incoming_codec.encode(total, mean)
-        _add(self._incoming_codec, mean, total, -1.0)
-        flags.copy_(torch.stack([message[-1] for message in self._codes]))
+    def _average(self, codes: Sequence[Waitable], messages: Tensor) -> None:
+        total, size = self._error.zero_(), len(messages)
+        for work in codes:
+            _wait(work)
+        _add(self._codec, messages[:, : self._nbytes], total)
+        # The mean is padded with zeros, whatever a codec makes of those of the ranks.
+        total[max(0, self._bucket.wire.numel - self._owned[self._place].start) :] = 0
+        self._incoming_codec.encode(total.div_(size), self._mean[:-size])
+        self._mean[-size:] = messages[:, self._nbytes]
+
+    def _mean_of(self, place: int) -> Tensor:
+        """The memory in which the mean of a rank's chunk is mixed, and the flags behind it."""
+        return self._room.view(self._count, -1)[self._row_of[place], : len(self._mean)]
 
     def refused(self) -> set[int]:
         """The ranks with values that are not finite: the owner of a chunk tells all others."""
         ranks = self._round.group.ranks
-        owner = next(owner for owner, chunk in enumerate(self._owned) if _length(chunk))
-        flags = self._means[owner][-len(ranks) :].tolist()
+        # Any owner: all tell the same.
+        mean = self._mean if self._senders else self._mean_of(self._owners[0])
+        flags = mean[-len(ranks) :].tolist()
         return {rank for rank, flag in zip(ranks, flags, strict=True) if not flag}
 
     def apply(self, rate: float, mask: MixMask) -> None:
         """Mix the received means, and this rank's own, which lies elsewhere until then."""
-        self._own_mean.copy_(self._means[self._place])
+        self._mean_of(self._place).copy_(self._mean)
         super().apply(rate, mask)
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
@@ -331,13 +329,6 @@ class _OnThread(NamedTuple):
         return self.done.done()
 
 
-def shares(numel: int, block: int, count: int) -> list[slice]:
-    """Cut a vector into equal chunks of whole blocks; the last ones may be shorter, or empty."""
-    length = -(-numel // (block * count)) * block
-    ends = [min(numel, index * length) for index in range(count + 1)]
-    return [slice(start, stop) for start, stop in pairwise(ends)]
-
-
 def owned_rows(size: int, round: int) -> list[int]:
     """The chunk that each rank owns in a round.
 
@@ -364,10 +355,13 @@ def _wait(work: Waitable) -> None:
         raise WireError(str(error)) from error
 
 
-def _add(codec: Codec, message: Tensor, total: Tensor, factor: float = 1.0) -> None:
-    for place, (values,) in codec.decode(message, numel=total.numel(), dtype=total.dtype):
-        total[place].add_(values, alpha=factor)
-
-
-def _length(place: slice) -> int:
-    return int(place.stop - place.start)
+@torch.no_grad()
+def _add(codec: Codec, messages: Tensor, total: Tensor, factor: float = 1.0) -> None:
+    """Add the values of one or more messages to a vector, in their order and not as they arrive."""
+    numel = len(total)
+    whole = messages.shape[:-1].numel() * numel
+    for place, (values,) in codec.decode(messages, numel=whole, dtype=total.dtype):
+        start = place.start % numel
+        # Some messages, or a part of one.
+        for row in values.view(-1, min(len(values), numel)):
+            total[start : start + len(row)].add_(row, alpha=factor)

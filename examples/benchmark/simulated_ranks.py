@@ -22,7 +22,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from decent_optim_wrapper import Topology, TopologyFactory
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.optim import AccumAdamW, AdamW, lr_scheduler_fn_cosine_with_warmup
-from decent_optim_wrapper.wire.coded import owned_rows, shares
+from decent_optim_wrapper.wire.coded import owned_rows
 
 BETAS = (0.9, 0.95)
 # The defaults of torch.optim.Muon.
@@ -174,9 +174,10 @@ class Rounds:
         owned = torch.zeros(self._ranks, self._x.shape[1])
         for group in self._topology.groups(number):
             if group.size > 2:
-                chunks = shares(self._x.shape[1], self._method.codec.block, group.size)
+                block = self._method.codec.block
+                length = -(-self._x.shape[1] // (block * group.size)) * block
                 for rank, row in zip(group.ranks, owned_rows(group.size, number), strict=True):
-                    owned[rank, chunks[row]] = group.size
+                    owned[rank, row * length : (row + 1) * length] = group.size
         return owned
 
     def _by_training(self, rows: Tensor) -> Tensor:
