@@ -116,6 +116,20 @@ def test_what_a_peer_sent_is_mixed_in_without_memory_of_its_own(views: bool) -> 
         torch.testing.assert_close(param, old + 0.5 * (theirs - ours))
 
 
+@pytest.mark.parametrize("cuts", [[], [100]], ids=["at once", "in slices"])
+def test_changes_leave_alone_the_values_that_were_coded(cuts: list[int]) -> None:
+    """A round that does not arrive as a whole restores them."""
+    params = [torch.randn(32, 10), torch.randn(40)]
+    bucket = Bucket(params, Layout(25))
+    sent = bucket.values({}, needs_snapshot=False)
+    before, changes = sent.data.clone(), torch.randn(360)
+    ends = zip([0, *cuts], [*cuts, 360], strict=True)
+    bucket.absorb_(((slice(*each), changes[slice(*each)]) for each in ends), 0.5, keeps=True)
+    assert torch.equal(sent.data, before)
+    torch.testing.assert_close(params[0].flatten(), (before + 0.5 * changes)[:320])
+    torch.testing.assert_close(params[1], (before + 0.5 * changes)[320:])
+
+
 @pytest.mark.parametrize("views", [False, True])
 def test_what_passes_through_the_cpu_leaves_alone_what_a_round_in_flight_keeps(views: bool) -> None:
     """As where an average comes between the launch and the mixing of a GPU's round over gloo."""

@@ -257,26 +257,31 @@ class Bucket:
             own.add_(values, alpha=weight) if shifts else own.lerp_(values, weight)
 
     @torch.no_grad()
-    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float) -> None:
+    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float, keeps: bool) -> None:
         """In place, x <- x + weight * part.
 
         Args:
             parts: slices of a flat vector, and the values there, which the next part overwrites.
             weight: the same for all.
+            keeps: whether to keep the result of `values`.
         """
         if self._storage is None:
-            self.add_(self.joined(parts), weight)
+            self.add_(self.joined(parts, keeps), weight)
             return
         for place, part in parts:
             self._storage.data[place].add_(part, alpha=weight)
         self._notify_autograd()
 
-    def joined(self, parts: Iterable[tuple[slice, Tensor]]) -> Flat:
+    def joined(self, parts: Iterable[tuple[slice, Tensor]], keeps: bool) -> Flat:
         """The parts as one flat vector, in the tensors' dtype and on their device."""
-        whole = self.on_device.flat(self.dtype)
+        make = self.on_device.new if keeps else self.on_device.flat
+        whole: Flat | None = None
         for place, part in parts:
+            if len(part) == self.on_device.numel and part.dtype == self.dtype:
+                return self.on_device.view(part)
+            whole = whole or make(self.dtype)
             whole.data[place].copy_(part)
-        return whole
+        return whole or make(self.dtype)
 
     @torch.no_grad()
     def add_(self, flat: Flat, factor: float) -> None:

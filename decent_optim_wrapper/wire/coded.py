@@ -75,6 +75,8 @@ class CodedExchange(Exchange):
         """Keep the values that are sent, and code those of a GPU."""
         self._values = self._bucket.values(snapshot, self._round.needs_snapshot)
         self.snapshot = self._values if self._round.needs_snapshot else None
+        if self.snapshot is None and not (self._round.may_change or self._bucket.is_sent_in_place):
+            self.packed = self._values
         if self.device.type != "cpu":
             # On the stream that has computed them.
             self._encode()
@@ -109,7 +111,7 @@ class CodedExchange(Exchange):
             refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
             for messages in (self._room, self._messages):
                 messages.masked_fill_(refused, 0)
-        self._bucket.absorb_(self._changes(mask.ranks), self._weight * rate)
+        self._bucket.absorb_(self._changes(mask.ranks), self._weight * rate, bool(self.packed))
         if self._round.references is not None and self._reference is not None:
             self._round.references.settle(self._bucket, self._reference)
         if arrived is not None and own is not None:
@@ -120,7 +122,7 @@ class CodedExchange(Exchange):
         """The changes before the weight, by slice; moves the reference if all ranks are present."""
 
     def _received(self, present: Tensor | int) -> Flat:
-        return self._bucket.joined(self._means_of(present))
+        return self._bucket.joined(self._means_of(present), bool(self.packed))
 
     def _means_of(self, present: Tensor | int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""

@@ -162,7 +162,7 @@ class Exchange:
 
     def _replace(self, kept: Tensor, values: Tensor) -> None:
         """Put received values in place of the mixed ones, unless a GPU says to keep these."""
-        mixed = self._bucket.pack(self._bucket.on_device.flat(self._bucket.dtype))
+        mixed = self._bucket.copy()
         torch.where(kept, mixed.data, values, out=mixed.data)
         self._bucket.unpack_(mixed)
 
