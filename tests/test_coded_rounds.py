@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +29,16 @@ from decent_optim_wrapper import (
     Schedule,
     Topology,
 )
-from decent_optim_wrapper.codecs import INT2, INT4, CastCodec, Codec, Int8Codec, TopKCodec
+from decent_optim_wrapper.codecs import (
+    INT2,
+    INT4,
+    CastCodec,
+    Codec,
+    Int8Codec,
+    Place,
+    TopKCodec,
+    base,
+)
 from decent_optim_wrapper.wire import bucket as bucket_module
 from decent_optim_wrapper.wire import coded
 
@@ -150,6 +160,52 @@ def test_ranks_that_do_not_move_apart_come_to_agree(
     # Values are rounded by a hundredth in bfloat16.
     assert distance(rows[:, -1]) < (1e-4 if code == INT2 else 2e-6)
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("code", [torch.int8, INT4, INT2, TopKCodec(16)], ids=str)
+def test_a_mean_does_not_depend_on_how_much_is_coded_at_once(
+    code: torch.dtype | Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block, some blocks of a chunk, two chunks of three, or all of them."""
+    expected = train(CASES["complete"], 6, comm_dtype=code)
+    for at_once in (1 << 8, 1 << 9, 1 << 11):
+        monkeypatch.setattr(base, "SLICE", at_once)
+        assert torch.equal(train(CASES["complete"], 6, comm_dtype=code), expected)
+    assert (expected[:, -1] - expected[:, 0]).abs().max() > 0.1
+
+
+def test_a_mean_is_coded_with_zeros_behind_its_values() -> None:
+    """Also by a codec that makes something else of the zeros behind those of the ranks."""
+    signs = of_guide()["Signs"]
+    behind, within = list[float](), list[float]()
+
+    class Noted(signs):  # type: ignore[misc, valid-type]
+        def write(self, messages: Tensor, place: Place, values: Tensor) -> None:
+            # One chunk: the mean of an owner.
+            if len(messages) == 1:
+                behind.append(float(values.view(-1)[-14:].abs().max()))
+                within.append(float(values.view(-1)[:14].abs().max()))
+            super().write(messages, place, values)
+
+        def __repr__(self) -> str:
+            return "Noted()"
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = problem.make_params(seed=rank, shapes=[(50,), (40,)])
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.0),
+            topology="complete",
+            process_group=group,
+            comm_dtype=Noted(),
+            bucket_cap_mb=400 / 2**20,
+            sync_at_start=False,
+        )
+        assert len(optimizer.buckets) == 2
+        take_rounds(optimizer, 4)
+
+    run_threads(3, main)
+    assert max(behind) == 0
+    assert min(within) > 0
 
 
 def test_a_group_agrees_no_more_slowly_than_pairs_if_few_elements_are_sent() -> None:
@@ -345,9 +401,9 @@ def test_parameters_that_are_added_later_are_not_thrown_apart(resumed_after: int
 
 
 class NotedThreads(Int8Codec):
-    """Notes on which threads it codes, and fails at one of the calls if it is told to."""
+    """Counts how often each thread codes, and fails at one of the calls if it is told to."""
 
-    threads: ClassVar[set[int]] = set()
+    threads: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, fails_at: int = 0, kind: type[Exception] = ArithmeticError) -> None:
         self.fails_at, self.kind, self.calls = fails_at, kind, 0
@@ -357,7 +413,7 @@ class NotedThreads(Int8Codec):
         return type(self).__name__
 
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        type(self).threads.add(threading.get_ident())
+        type(self).threads[threading.get_ident()] += 1
         self.calls += 1
         if self.calls == self.fails_at:
             raise self.kind("this codec fails")
@@ -369,24 +425,54 @@ class NotedThreads(Int8Codec):
 def test_what_is_sent_is_coded_beside_the_training_unless_it_is_little(
     case: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    NotedThreads.threads = set()
+    NotedThreads.threads = Counter()
     monkeypatch.setattr(coded, "FEW", few)
 
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, Tensor]:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int, Tensor]:
         params = make_params(seed=rank)
         optimizer = wrap(params, group, CASES[case], comm_dtype=NotedThreads())
         take_drawn_steps(optimizer, params, rank, range(4))
         optimizer.synchronize()
-        return threading.get_ident(), flatten(params)
+        return threading.get_ident(), len(optimizer.buckets), flatten(params)
 
     ranks = run_threads(CASES[case].world_size, main)
-    own = {thread for thread, _ in ranks}
-    assert NotedThreads.threads & own == (own if few else set())
+    own = {thread for thread, *_ in ranks}
+    each = ranks[0][1] if few else 0
+    assert {NotedThreads.threads[thread] for thread in own} == {4 * each}
     # The means of a group are coded by another one in any case.
-    assert bool(NotedThreads.threads - own) == (case == "complete" or not few)
+    assert bool(NotedThreads.threads.keys() - own) == (case == "complete" or not few)
     monkeypatch.setattr(coded, "FEW", 0)
     expected = train(CASES[case], 4, comm_dtype=torch.int8)[:, -1]
-    assert torch.equal(torch.stack([params for _, params in ranks]), expected)
+    assert torch.equal(torch.stack([params for *_, params in ranks]), expected)
+
+
+def test_the_bucket_for_which_a_forward_pass_waits_first_is_coded_by_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    NotedThreads.threads = Counter()
+    monkeypatch.setattr(coded, "FEW", 0)
+
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            model=model,
+            process_group=group,
+            comm_dtype=NotedThreads(),
+            bucket_cap_mb=CAP_MB,
+        )
+        assert len(optimizer.buckets) > 1
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 30)).sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return threading.get_ident()
+
+    own = run_threads(3, main)
+    # Once in a round, and all else by others.
+    assert [NotedThreads.threads[thread] for thread in own] == [4, 4, 4]
+    assert NotedThreads.threads.total() > 2 * 12
 
 
 @pytest.mark.parametrize("case", ["ring", "complete"])

@@ -71,7 +71,7 @@ def usual_of(sizes: list[int]) -> int:
 
 @pytest.mark.parametrize(
     ("seconds", "usual", "tried"),
-    [(latency_bound, 32, {16, 64}), (wire_bound, 1, {1, 2}), (late, 4, {2, 8})],
+    [(latency_bound, 16, {8, 32}), (wire_bound, 1, {1, 2}), (late, 4, {2, 8})],
 )
 def test_the_window_is_the_smallest_that_makes_a_round_no_longer(
     seconds: Callable[[int], float],

@@ -116,7 +116,7 @@ class SendWindow:
 
     def __init__(self) -> None:
         # Number of buckets at once.
-        self.size = 2
+        self.size = 1
         # The shortest seconds of a round by size.
         self._seconds: dict[int, float] = {}
         # How many rounds were timed, and the number of the present one.

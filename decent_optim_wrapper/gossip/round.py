@@ -159,8 +159,10 @@ class Round:
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             if exchange.turn is not None:
-                # Before its turn: the wire is busy meanwhile.
-                self.messages.run(exchange.code, exchange)
+                # Before its turn: the wire is busy meanwhile. The first bucket is coded here: all
+                # ranks wait for it, and the thread would share the core with this one.
+                is_first = early and len(self._exchanges) == 1 and not exchange.via_cpu
+                exchange.code() if is_first else self.messages.run(exchange.code, exchange)
             self.messages.run(exchange.start, exchange, exchange.turn)
             if early and not exchange.has_own_flag:
                 flag = partial(self.flags.send, [exchange], self.messages)
