@@ -475,6 +475,41 @@ def test_the_bucket_for_which_a_forward_pass_waits_first_is_coded_by_the_trainin
     assert NotedThreads.threads.total() > 2 * 12
 
 
+def test_a_bucket_of_codes_is_packed_once_in_a_round_that_may_be_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packs = list[int]()
+    pack = bucket_module.Bucket.pack
+
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            model=model,
+            process_group=group,
+            topology="complete",
+            comm_dtype=INT4,
+            bucket_cap_mb=CAP_MB,
+            sync_at_start=False,
+        )
+        before = flatten([*model.parameters()])
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 30)).sum().backward()
+            optimizer.step()
+        assert not torch.equal(flatten([*model.parameters()]), before)
+        return len(optimizer.buckets)
+
+    def noted(self: bucket_module.Bucket, *args: Any, **options: Any) -> Any:
+        packs.append(id(self))
+        return pack(self, *args, **options)
+
+    monkeypatch.setattr(bucket_module.Bucket, "pack", noted)
+    (buckets,) = {*run_threads(3, main)}
+    assert buckets > 1
+    assert len(packs) == 3 * 4 * buckets
+
+
 @pytest.mark.parametrize("case", ["ring", "complete"])
 def test_a_codec_that_fails_is_the_error_of_its_rank_and_the_others_name_that_rank(
     case: str,
