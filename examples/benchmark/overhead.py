@@ -108,7 +108,7 @@ def int8_parts(count: int, blocks: int) -> dict[str, float]:
         "pack": lambda: bucket.pack(bucket.on_device.view(packed)),
         "code": lambda: codec.encode(packed, message, reference),
         "decode both messages, move the reference": lambda: deque(changes(), maxlen=0),
-        "decode, move the reference, and mix": lambda: bucket.absorb_(changes(), 0.5),
+        "decode, move the reference, and mix": lambda: bucket.absorb_(changes(), 0.5, keeps=False),
     }
     best = dict.fromkeys(parts, float("inf"))
     for _ in range(blocks):
