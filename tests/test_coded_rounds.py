@@ -446,6 +446,30 @@ def test_what_is_sent_is_coded_beside_the_training_unless_it_is_little(
     assert torch.equal(torch.stack([params for *_, params in ranks]), expected)
 
 
+def train_two_layers(
+    group: dist.ProcessGroup, code: torch.dtype | Codec, **options: Any
+) -> DecentOptimWrapper:
+    """Four steps of a model that mixes before its forward pass; the last round stays in flight."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+    optimizer = DecentOptimWrapper(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model=model,
+        process_group=group,
+        topology="complete",
+        comm_dtype=code,
+        bucket_cap_mb=CAP_MB,
+        **options,
+    )
+    assert len(optimizer.buckets) > 1
+    before = flatten([*model.parameters()])
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+    assert not torch.equal(flatten([*model.parameters()]), before)
+    return optimizer
+
+
 def test_the_bucket_for_which_a_forward_pass_waits_first_is_coded_by_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -453,20 +477,7 @@ def test_the_bucket_for_which_a_forward_pass_waits_first_is_coded_by_the_trainin
     monkeypatch.setattr(coded, "FEW", 0)
 
     def main(rank: int, group: dist.ProcessGroup) -> int:
-        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            model=model,
-            process_group=group,
-            comm_dtype=NotedThreads(),
-            bucket_cap_mb=CAP_MB,
-        )
-        assert len(optimizer.buckets) > 1
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 30)).sum().backward()
-            optimizer.step()
-        optimizer.synchronize()
+        train_two_layers(group, NotedThreads()).synchronize()
         return threading.get_ident()
 
     own = run_threads(3, main)
@@ -482,23 +493,7 @@ def test_a_bucket_of_codes_is_packed_once_in_a_round_that_may_be_restored(
     pack = bucket_module.Bucket.pack
 
     def main(rank: int, group: dist.ProcessGroup) -> int:
-        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            model=model,
-            process_group=group,
-            topology="complete",
-            comm_dtype=INT4,
-            bucket_cap_mb=CAP_MB,
-            sync_at_start=False,
-        )
-        before = flatten([*model.parameters()])
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 30)).sum().backward()
-            optimizer.step()
-        assert not torch.equal(flatten([*model.parameters()]), before)
-        return len(optimizer.buckets)
+        return len(train_two_layers(group, INT4, sync_at_start=False).buckets)
 
     def noted(self: bucket_module.Bucket, *args: Any, **options: Any) -> Any:
         packs.append(id(self))
