@@ -31,6 +31,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.codecs import (
     INT2,
+    INT3,
     INT4,
     CastCodec,
     Codec,
@@ -44,7 +45,13 @@ from decent_optim_wrapper.wire import coded
 
 pytestmark = pytest.mark.slow
 
-CODES = {"int8": torch.int8, "int4": INT4, "int2": INT2, "bf16": torch.bfloat16}
+CODES = {
+    "int8": torch.int8,
+    "int4": INT4,
+    "int3": INT3,
+    "int2": INT2,
+    "bf16": torch.bfloat16,
+}
 # Several blocks and several buckets, one of them smaller than a block.
 SHAPES = [(40, 30), (700,), (), (900,), (3, 7)]
 CAP_MB = 5620 / 2**20
@@ -231,8 +238,10 @@ def test_ranks_in_agreement_stay_together(
         return flatten(params)
 
     start = flatten(make_params(0, dtype))
-    # A mean of equal values is rounded.
-    slack = 8 * torch.finfo(dtype).eps * start.abs().max() if case.topology != "ring" else 0.0
+    # A mean of equal values is rounded; in int3 the scale of a mean is another one than that of
+    # equal codes, which are the small rest that the first rounds leave of the values.
+    eps = max(torch.finfo(dtype).eps, 1e-5 * (comm is INT3))
+    slack = 8 * eps * start.abs().max() if case.topology != "ring" else 0.0
     for row in run_threads(case.world_size, main):
         assert (row - start).abs().max() <= slack
 

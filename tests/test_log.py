@@ -17,7 +17,7 @@ from problem import make_params, take_steps, wrap
 from ranks import run_script, run_threads
 
 from decent_optim_wrapper import Extension, Schedule
-from decent_optim_wrapper.codecs import INT2, INT4
+from decent_optim_wrapper.codecs import INT2, INT3, INT4
 from decent_optim_wrapper.gossip.extension import ExtensionContext
 from decent_optim_wrapper.gossip.timing import KEPT_STEPS
 
@@ -101,7 +101,8 @@ ADVICE: dict[str, tuple[tuple[float, float], dict[str, Any], set[str], set[str]]
     "bytes": ((0.4, 0.5), {}, {INT8}, {"topology", LATE}),
     "bytes of groups": ((0.4, 0.5), GROUPS, {INT8, PAIRS}, {LATE}),
     "bytes of int8": ((0.4, 0.5), CODED, {"comm_dtype=torch.int4 sends"}, {"int8", LATE}),
-    "bytes of int4": ((0.4, 0.5), {"comm_dtype": INT4}, {"comm_dtype=torch.int2 sends"}, {LATE}),
+    "bytes of int4": ((0.4, 0.5), {"comm_dtype": INT4}, {"comm_dtype=torch.int3 sends"}, {LATE}),
+    "bytes of int3": ((0.4, 0.5), {"comm_dtype": INT3}, {"comm_dtype=torch.int2 sends"}, {"int3"}),
     "bytes of int2": (
         (0.4, 0.5),
         {"comm_dtype": INT2},

@@ -4,15 +4,23 @@ import torch
 
 from decent_optim_wrapper.codecs.base import Codec, Place, is_finite_on_device, wide
 from decent_optim_wrapper.codecs.cast import CastCodec
-from decent_optim_wrapper.codecs.scaled import Int2Codec, Int4Codec, Int8Codec, ScaledCodec
+from decent_optim_wrapper.codecs.scaled import (
+    Int2Codec,
+    Int3Codec,
+    Int4Codec,
+    Int8Codec,
+    ScaledCodec,
+)
 from decent_optim_wrapper.codecs.top_k import TopKCodec
 
 __all__ = [
     "INT2",
+    "INT3",
     "INT4",
     "CastCodec",
     "Codec",
     "Int2Codec",
+    "Int3Codec",
     "Int4Codec",
     "Int8Codec",
     "Place",
@@ -24,14 +32,14 @@ __all__ = [
 ]
 
 # Missing in torch's stubs.
-INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-INT2: torch.dtype = torch.int2  # type: ignore[attr-defined]
+INT4, INT3, INT2 = (getattr(torch, f"int{bits}") for bits in (4, 3, 2))
 _CODECS: dict[torch.dtype, Codec | None] = {
     torch.float32: None,
     torch.bfloat16: CastCodec(torch.bfloat16),
     torch.float16: CastCodec(torch.float16),
     torch.int8: Int8Codec(),
     INT4: Int4Codec(),
+    INT3: Int3Codec(),
     INT2: Int2Codec(),
 }
 

@@ -33,13 +33,6 @@ class CastCodec(Codec):
         """Cast some values."""
         messages.view(self.dtype)[place.chunks, place.blocks].copy_(values.view(place.shape))
 
-    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        """Like `Codec.encode`, in one pass for the difference of a whole vector."""
-        if reference is None or message.dim() > 1:
-            super().encode(values, message, reference)
-        else:
-            torch.sub(values.detach(), reference, out=message.view(self.dtype))
-
     def read(self, messages: Tensor, place: Place, values: Tensor) -> None:
         """Cast some values back."""
         values.view(place.shape).copy_(messages.view(self.dtype)[place.chunks, place.blocks])

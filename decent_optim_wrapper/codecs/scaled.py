@@ -32,6 +32,10 @@ class ScaledCodec(Codec):
     largest: int
     per_byte, base = 1, 0
 
+    def of_first_rounds(self) -> ScaledCodec | None:
+        """A few rounds with 15 levels come near enough, and with fewer ones they would not."""
+        return Int4Codec() if self.largest <= Int4Codec.largest else None
+
     def scales(self, values: Tensor) -> Tensor:
         """The scale of each block: the largest absolute value is the largest code.
 
@@ -114,33 +118,37 @@ class Int4Codec(ScaledCodec):
 
     largest, per_byte, base = 7, 2, 16
 
-    def of_first_rounds(self) -> Int4Codec:
-        """A few rounds with 15 levels come near enough."""
-        return self
 
+class Int3Codec(ScaledCodec):
+    """Rounds to -2 s, -s, 0, s and 2 s, of which three share a byte: 0.344 bytes per element.
 
-class Int2Codec(ScaledCodec):
-    """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
-
-    The scale s of a block is the sum of the squares of its values over the sum of their absolute
-    values. It is the best one for values that are evenly or exponentially distributed, or that have
-    one size where they are not 0. Whatever they are, the rest is smaller than the values: those
+    Without `share`, the scale s of a block would be the sum of the squares of its values over the
+    sum of their absolute values. Whatever these are, the rest is smaller than the values: those
     above s / 2 become smaller, and the largest one is not below s.
+
+    Attributes:
+        share: how much smaller the scale is, by which more values are within the levels. 0.7 is
+            near the best one for normally distributed values.
     """
 
-    block = 320
-    largest, per_byte, base = 1, 5, 3
-
-    def of_first_rounds(self) -> Int4Codec:
-        """With three levels, a reference that starts at zero would come near too slowly."""
-        return Int4Codec()
+    block, largest, per_byte, base, share = 384, 2, 3, 5, 0.7
 
     def scales(self, values: Tensor) -> Tensor:
         """The scale of each block; argument as in `ScaledCodec.scales`."""
-        squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_()
+        squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_().mul_(self.share)
         # Blocks of zeros have no mean size.
         return squares.div_(values.abs().sum(2).clamp_min_(_SMALLEST_SCALE))
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
-        """Like `ScaledCodec.pack`; values beyond the levels become -1 or 1."""
-        super().pack(values.clamp_(-1, 1), codes)
+        """Like `ScaledCodec.pack`; values beyond the levels become the largest."""
+        super().pack(values.clamp_(-self.largest, self.largest), codes)
+
+
+class Int2Codec(Int3Codec):
+    """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
+
+    The scale s is that of `Int3Codec`. It is the best one for values that are evenly or
+    exponentially distributed, or that have one size where they are not 0.
+    """
+
+    block, largest, per_byte, base, share = 320, 1, 5, 3, 1.0

@@ -86,8 +86,7 @@ class TopKCodec(Codec):
         rows.scatter_(1, places.long(), levels * _scales(scales).to(dtype))
 
     def _rows(self, messages: Tensor) -> Tensor:
-        blocks = messages.shape[-1] // self.block_bytes
-        return torch.unflatten(in_rows(messages), 1, (blocks, self.block_bytes))
+        return torch.unflatten(in_rows(messages), 1, (-1, self.block_bytes))
 
 
 def _scales(coded: Tensor) -> Tensor:

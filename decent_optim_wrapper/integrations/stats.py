@@ -22,8 +22,7 @@ def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dic
     """
     last = optimizer.stats()
     names = ("wait_seconds", "mix_seconds", "update_seconds", "staleness", "skipped")
-    values: dict[str, float] = {"bytes": last.bytes_sent}
-    values |= {name: getattr(last, name) for name in names}
+    values = {"bytes": float(last.bytes_sent)} | {name: getattr(last, name) for name in names}
     if distance:
         values["consensus_distance"] = optimizer.consensus_distance()
     return {f"gossip/{name}": float(value) for name, value in values.items()}

@@ -21,7 +21,7 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 
 # The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
-# In int4, with which int2 begins, too, each leaves about a seventh of the largest differences.
+# In int4, with which int3 and int2 begin, each leaves about a seventh of the largest differences.
 _ROUNDS_FROM_ZERO = 3
 
 

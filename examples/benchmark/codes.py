@@ -17,13 +17,14 @@ import progress
 import torch
 from digits import SHARDS, Row, parser_of, searching
 
-from decent_optim_wrapper.codecs import INT2, INT4, TopKCodec
+from decent_optim_wrapper.codecs import INT2, INT3, INT4, TopKCodec
 
 CODES: dict[str, Any] = {
     "None": None,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
     "int4": INT4,
+    "int3": INT3,
     "int2": INT2,
     "TopKCodec(16)": TopKCodec(16),
     "TopKCodec(4)": TopKCodec(4),

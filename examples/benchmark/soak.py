@@ -837,7 +837,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
     parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
     parser.add_argument("--auto", action="store_true", help="overlap=AsItArrives()")
-    parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4", "int2"])
+    parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4", "int3", "int2"])
     parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
     parser.add_argument("--tracking", action="store_true", help="extensions=[GradientTracking()]")
     parser.add_argument(

@@ -32,11 +32,11 @@ from stacked_gpt import SIZES, SMALL, StackedGPT
 from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Int2Codec, Int4Codec, Int8Codec, TopKCodec
+from decent_optim_wrapper.codecs import Int2Codec, Int3Codec, Int4Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
-INT8, INT4, INT2 = Int8Codec(), Int4Codec(), Int2Codec()
+INT8, INT4, INT3, INT2 = Int8Codec(), Int4Codec(), Int3Codec(), Int2Codec()
 TOP_K, TOP_K_4 = TopKCodec(), TopKCodec(4)
 # 16 ranks average exactly after two rounds.
 FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
@@ -70,15 +70,18 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
         "ours, int4": Method(codec=INT4),
+        "ours, int3": Method(codec=INT3),
         "ours, int2": Method(codec=INT2),
         "ours, top-k": Method(codec=TOP_K),
         "ours, top-k 4": Method(codec=TOP_K_4),
         "ours, delayed, top-k": Method(late=1, codec=TOP_K),
         "ours, complete, int8": Method(topology="complete", codec=INT8),
         "ours, complete, int4": Method(topology="complete", codec=INT4),
+        "ours, complete, int3": Method(topology="complete", codec=INT3),
         "ours, complete, int2": Method(topology="complete", codec=INT2),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
+        "ours, complete, delayed, int3": Method(topology="complete", late=1, codec=INT3),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
         "ours, delayed": Method(late=1),
