@@ -154,6 +154,8 @@ def test_codes_without_rounding_give_the_trajectory_without_codes(
         ("complete", torch.int8, True, 30),
         ("nodes", torch.int8, False, 30),
         ("ring", torch.bfloat16, False, 30),
+        ("complete", INT3, False, 40),
+        ("ring", INT3, True, 60),
         ("complete", INT2, False, 200),
         ("ring", INT2, True, 200),
     ],
@@ -234,14 +236,13 @@ def test_ranks_in_agreement_stay_together(
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(0, dtype)
         optimizer = wrap(params, group, case, 0.0, comm_dtype=comm, param_as_bucket_view=views)
-        take_rounds(optimizer, 6)
+        # In codes of few levels the first three rounds of each group do not mix.
+        take_rounds(optimizer, 12)
         return flatten(params)
 
     start = flatten(make_params(0, dtype))
-    # A mean of equal values is rounded; in int3 the scale of a mean is another one than that of
-    # equal codes, which are the small rest that the first rounds leave of the values.
-    eps = max(torch.finfo(dtype).eps, 1e-5 * (comm is INT3))
-    slack = 8 * eps * start.abs().max() if case.topology != "ring" else 0.0
+    # A mean of equal values is rounded.
+    slack = 8 * torch.finfo(dtype).eps * start.abs().max() if case.topology != "ring" else 0.0
     for row in run_threads(case.world_size, main):
         assert (row - start).abs().max() <= slack
 
@@ -351,7 +352,7 @@ def test_all_ranks_may_load_the_state_of_one() -> None:
     assert distance(torch.stack(run_threads(4, main))) < 1e-6
 
 
-@pytest.mark.parametrize("code", [INT4, INT2], ids=str)
+@pytest.mark.parametrize("code", [INT4, INT3, INT2], ids=str)
 @pytest.mark.parametrize("case", ["ring", "complete"])
 def test_ranks_that_agree_are_not_thrown_apart_where_references_start_at_zero(
     case: str, code: torch.dtype

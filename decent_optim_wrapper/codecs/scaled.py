@@ -1,4 +1,4 @@
-"""Codecs of 8, 4 and 1.6 bits, with a scale for each block."""
+"""Codecs of 8, 4, 2.7 and 1.6 bits, with a scale for each block."""
 
 from __future__ import annotations
 
@@ -119,23 +119,20 @@ class Int4Codec(ScaledCodec):
     largest, per_byte, base = 7, 2, 16
 
 
-class Int3Codec(ScaledCodec):
-    """Rounds to -2 s, -s, 0, s and 2 s, of which three share a byte: 0.344 bytes per element.
+class Int2Codec(ScaledCodec):
+    """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
 
-    Without `share`, the scale s of a block would be the sum of the squares of its values over the
-    sum of their absolute values. Whatever these are, the rest is smaller than the values: those
+    The scale s of a block is the sum of the squares of its values over the sum of their absolute
+    values. It is the best one for values that are evenly or exponentially distributed, or that have
+    one size where they are not 0. Whatever they are, the rest is smaller than the values: those
     above s / 2 become smaller, and the largest one is not below s.
-
-    Attributes:
-        share: how much smaller the scale is, by which more values are within the levels. 0.7 is
-            near the best one for normally distributed values.
     """
 
-    block, largest, per_byte, base, share = 384, 2, 3, 5, 0.7
+    block, largest, per_byte, base = 320, 1, 5, 3
 
     def scales(self, values: Tensor) -> Tensor:
         """The scale of each block; argument as in `ScaledCodec.scales`."""
-        squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_().mul_(self.share)
+        squares: Tensor = torch.linalg.vector_norm(values, dim=2).square_()
         # Blocks of zeros have no mean size.
         return squares.div_(values.abs().sum(2).clamp_min_(_SMALLEST_SCALE))
 
@@ -144,11 +141,31 @@ class Int3Codec(ScaledCodec):
         super().pack(values.clamp_(-self.largest, self.largest), codes)
 
 
-class Int2Codec(Int3Codec):
-    """Rounds to -s, 0 and s, of which five share a byte: 0.213 bytes per element.
+class Int3Codec(Int2Codec):
+    """Rounds to -2 s, -s, 0, s and 2 s, of which three share a byte: 0.344 bytes per element.
 
-    The scale s is that of `Int3Codec`. It is the best one for values that are evenly or
-    exponentially distributed, or that have one size where they are not 0.
+    The largest value of a block is 2.9 s and becomes 2 s, so that most values have finer levels.
+    What is left of a block is at most 0.32 times its largest value. A mean of larger groups has
+    the scale of the least squares for the same codes. Equal codes keep theirs: they are then coded
+    as they are, and ranks that agree stay together.
     """
 
-    block, largest, per_byte, base, share = 320, 1, 5, 3, 1.0
+    block, largest, per_byte, base = 384, 2, 3, 5
+
+    def of_means(self, size: int) -> ScaledCodec:
+        """Fit the scale to the codes."""
+        return _FittedInt3Codec()
+
+    def scales(self, values: Tensor) -> Tensor:
+        """The scale of each block; argument as in `ScaledCodec.scales`."""
+        return ScaledCodec.scales(self, values).mul_(self.largest / 2.9)
+
+
+class _FittedInt3Codec(Int3Codec):
+    """Takes the scale of the least squares."""
+
+    def scales(self, values: Tensor) -> Tensor:
+        """The scale of each block; argument as in `ScaledCodec.scales`."""
+        first = super().scales(values).clamp_min_(_SMALLEST_SCALE).unsqueeze(2)
+        codes = values.div(first).round_().clamp_(-self.largest, self.largest)
+        return (values * codes).sum(2).div_(codes.square_().sum(2).clamp_min_(1))

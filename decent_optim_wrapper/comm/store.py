@@ -168,8 +168,7 @@ class BoundedStore:
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
         """The values of existing keys, in one call if the store can."""
-        found = self._call(lambda store: values_of(store, list(keys)))
-        return [as_text(value) for value in found]
+        return [as_text(each) for each in self._call(lambda store: values_of(store, list(keys)))]
 
     def find(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""

@@ -56,8 +56,7 @@ class PostingThread:
 
     def __init__(self) -> None:
         # Each with what it waits for, and what is done after it; None ends the thread.
-        self._actions: SimpleQueue[tuple[Action | None, Action, Future[None]] | None]
-        self._actions = SimpleQueue()
+        self._actions = SimpleQueue[tuple[Action | None, Action, Future[None]] | None]()
         self._dropped = False
         # Locked while an action runs, but not while it waits.
         self._acting = threading.Lock()

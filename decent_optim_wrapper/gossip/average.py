@@ -150,8 +150,7 @@ class WorldAverage:
         transport = self._rounds.session.transport
         owns = ((b, b.pack(b.wire.new(b.dtype))) for b in self._rounds.buckets)
         pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
-        square = _square(pairs, self._replica)
-        return math.sqrt(transport.all_gather(square).mean().item())
+        return math.sqrt(transport.all_gather(_square(pairs, self._replica)).mean().item())
 
     def keep(self) -> None:
         """Accept the average as this rank's values and free the snapshot."""

@@ -217,10 +217,9 @@ class Round:
         Raises:
             PeerError: the data of a peer did not arrive.
         """
-        if self._watch is None:
-            return True
-        self.messages.wait_for(self._watch, other)
-        return self._watch.future.done()
+        if self._watch is not None:
+            self.messages.wait_for(self._watch, other)
+        return self._watch is None or self._watch.future.done()
 
     def receive(self, bucket: Bucket | None = None) -> None:
         """Wait until a bucket and the buckets attached to it have arrived; nothing is mixed.
@@ -365,8 +364,7 @@ class Round:
 
     def refuses(self, bucket: Bucket) -> bool:
         """Return whether a bucket, or one attached to it, has values that must not be mixed."""
-        refused = self.flags.refused
-        return any(e.position in refused for e in self._with_attached(bucket).values())
+        return any(e.position in self.flags.refused for e in self._with_attached(bucket).values())
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""

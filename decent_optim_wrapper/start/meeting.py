@@ -180,8 +180,7 @@ def ranks_per_node(nodes: Sequence[Hashable]) -> int:
         nodes: an identifier of the node of each rank, by rank.
     """
     blocks = [len(list(block)) for _, block in groupby(nodes)]
-    regular = len(set(blocks)) == 1 and len(blocks) == len(set(nodes))
-    return blocks[0] if regular else 1
+    return blocks[0] if len(set(blocks)) == 1 and len(blocks) == len(set(nodes)) else 1
 
 
 def resolve_topology(

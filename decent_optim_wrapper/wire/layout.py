@@ -71,6 +71,4 @@ def kind_of(tensor: Tensor, layout: Layout) -> tuple[torch.device, torch.dtype, 
 
 def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
     """The codec, if its messages take fewer bytes than values of this dtype."""
-    if codec is None or codec.block_bytes >= codec.block * dtype.itemsize:
-        return None
-    return codec
+    return codec if codec and codec.block_bytes < codec.block * dtype.itemsize else None

@@ -70,8 +70,7 @@ class Epoch:
     @property
     def donor(self) -> int:
         """The position of a member at `round`; other members may be a step behind."""
-        donors = self._donors.items()
-        return next(place for place, note in donors if note.round == self.round)
+        return next(place for place, note in self._donors.items() if note.round == self.round)
 
     @property
     def _donors(self) -> dict[int, Note]:

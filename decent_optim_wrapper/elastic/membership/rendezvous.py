@@ -359,8 +359,7 @@ class Rendezvous:
         self._store.set("epoch", str(epoch))
         self._took_part = True
         parts = (world, place, members, self._timeout, store)
-        transport = Transport(*parts, should_stop=is_over)
-        return Epoch(notes=with_donor(notes), transport=transport)
+        return Epoch(notes=with_donor(notes), transport=Transport(*parts, should_stop=is_over))
 
     def _present(self, epoch: int) -> tuple[int, ...]:
         """The ranks that have entered."""
