@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import checks
-from decent_optim_wrapper.codecs import INT4, Codec, codec_of
+from decent_optim_wrapper.codecs import INT3, INT4, Codec, codec_of
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.schedule import (
     BeforeForward,
@@ -119,9 +119,16 @@ def mixes_all(model: object, mesh: object, overlap: Pacing) -> bool:
     return isinstance(model, nn.Module) and mesh is None and overlap.synchronous
 
 
-def default_comm_dtype(topology: Topology, mixes_all: bool) -> torch.dtype:
-    """The default of `comm_dtype`: int4 where its losses were measured, with references."""
-    return INT4 if mixes_all and keeps_references(topology) else torch.float32
+def default_comm_dtype(topology: Topology, mixes_all: bool, sends_more: bool) -> torch.dtype:
+    """The default of `comm_dtype`: int3 where its losses were measured, with references.
+
+    Args:
+        topology: the topology.
+        mixes_all: a result of `mixes_all`.
+        sends_more: whether extensions send something, whose values have no references.
+    """
+    code = INT4 if sends_more else INT3
+    return code if mixes_all and keeps_references(topology) else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,15 +97,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         sync_at_start: broadcast parameters and buffers from rank 0, and all else that `model`
             contains. Weights that only another rank has loaded are lost, with a warning.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
-            bytes per parameter), torch.int8 (1.016), torch.int4 (0.516), torch.int2 (0.213), or a
-            `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding, a rank in a pair
-            computes x_i + (1 - w) (q(x_j) - q(x_i)), so its own parameters are not rounded, and
-            rounding never moves the mean over the ranks. The difference to a reference is rounded,
-            which costs a copy of the parameters for each group of the rank. With more than 4
-            groups, the parameters themselves are rounded. Exact averages are not rounded.
-            torch.float32 sends parameters of any dtype as they are. None is torch.int4 with
-            `model` and at most 4 groups, except with `mesh` or `AsItArrives`, and otherwise
-            torch.float32. Over NCCL groups of more than two ranks send whole values.
+            bytes per parameter), torch.int8 (1.016), torch.int4 (0.516), torch.int3 (0.344),
+            torch.int2 (0.213), or a `Codec` such as ``TopKCodec(16)`` (0.086). With q the rounding,
+            a rank in a pair computes x_i + (1 - w) (q(x_j) - q(x_i)), so its own parameters are not
+            rounded, and rounding never moves the mean over the ranks. The difference to a reference
+            is rounded, which costs a copy of the parameters for each group of the rank. With more
+            than 4 groups, the parameters themselves are rounded. Exact averages are not rounded.
+            torch.float32 sends parameters of any dtype as they are. None is torch.int3 with
+            `model` and at most 4 groups (torch.int4 if an extension sends something, such as
+            estimates), except with `mesh` or `AsItArrives`, and otherwise torch.float32. Over NCCL
+            groups of more than two ranks send whole values.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and see `synchronize` before you
             change their values by hand. Tensors that were taken from parameters before, such as a
@@ -579,8 +580,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         flight, and without one the mean over the ranks would move.
         """
         self._coordinator.commit_or_roll_back()
-        gossip = saved_state.gossip_state(self._coordinator)
-        return {**self._base.state_dict(), GOSSIP_KEY: gossip}
+        return {**self._base.state_dict(), GOSSIP_KEY: saved_state.gossip_state(self._coordinator)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; does not communicate.

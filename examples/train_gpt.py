@@ -80,7 +80,7 @@ class GPT(nn.Module):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="ring")
-    dtypes = ("float32", "bfloat16", "int8", "int4")
+    dtypes = ("float32", "bfloat16", "int8", "int4", "int3")
     parser.add_argument(
         "--comm-dtype", choices=dtypes, nargs="*", default=["float32"], help="one run for each"
     )

@@ -35,7 +35,7 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.checks import checks_of
-from decent_optim_wrapper.codecs import INT4, Codec, codec_of
+from decent_optim_wrapper.codecs import INT3, INT4, Codec, codec_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings, default_comm_dtype
 from decent_optim_wrapper.elastic.membership.ended import key_prefix, mark_end
@@ -126,7 +126,7 @@ def test_the_ranks_compare_every_setting() -> None:
     assert {*changed.lines()} - {*settings.lines()} == {"bucket_cap_mb=3.0", "mixing_rate=0.5"}
 
 
-ALL, PAIRS = ("complete", INT4), ("greedy", torch.float32)
+ALL, PAIRS = ("complete", INT3), ("greedy", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,15 @@ ALL, PAIRS = ("complete", INT4), ("greedy", torch.float32)
     [
         ({"model": True}, ALL),
         ({"model": True, "overlap": True}, ALL),
-        ({"model": True, "overlap": False, "topology": "ring"}, ("ring", INT4)),
+        ({"model": True, "overlap": False, "topology": "ring"}, ("ring", INT3)),
         ({"model": True, "comm_dtype": torch.float32}, ("complete", torch.float32)),
+        ({"model": True, "extensions": [GradientTracking()]}, ("complete", INT4)),
         ({"model": True, "overlap": AsItArrives()}, PAIRS),
         ({}, PAIRS),
     ],
     ids=str,
 )
-def test_all_ranks_mix_in_int4_by_default_where_the_model_is_known(
+def test_all_ranks_mix_in_int3_by_default_where_the_model_is_known(
     options: dict[str, Any], expected: tuple[str, torch.dtype]
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Topology, Codec | None]:
@@ -162,10 +163,10 @@ def test_pairs_are_the_default_in_worlds_that_are_larger_than_the_measured_ones(
     sizes = (2, 16, 17, 32)
     names = [default_name(size, mixes_all=True) for size in sizes]
     assert names == ["complete", "complete", "greedy", "one-peer-exp"]
-    # They have too many groups for references, without which int4 is coarse.
+    # They have too many groups for references, without which int3 is coarse.
     topologies = map(TopologyFactory.create, names, sizes)
-    dtypes = [default_comm_dtype(topology, mixes_all=True) for topology in topologies]
-    assert dtypes == [INT4, INT4, torch.float32, torch.float32]
+    dtypes = [default_comm_dtype(each, mixes_all=True, sends_more=False) for each in topologies]
+    assert dtypes == [INT3, INT3, torch.float32, torch.float32]
 
 
 def outer(lr: float) -> Extension:

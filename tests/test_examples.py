@@ -108,9 +108,9 @@ PRINTED = {
     "python custom_topology.py": ["star: consensus rate*"],
     "torchrun custom_topology.py": ["largest error of a weight 0.0*"],
     "torchrun integrations/log_digits.py --steps 12 --width 32": ["stats.png"],
-    # All ranks in int4, an eighth of DDP's bytes, in every fourth step.
+    # All ranks in int3, a twelfth of DDP's bytes, in every fourth step.
     "torchrun train_digits.py --gossip-every 4 --ddp --epochs 3 --lr 0.1": [
-        *("gossip_every=4: test accuracy 9?.?%, 0.5 MiB sent", "digits.png"),
+        *("gossip_every=4: test accuracy 9?.?%, 0.3 MiB sent", "digits.png"),
         "DDP: test accuracy 9?.?%, 15.1 MiB sent",
     ],
     "python train_digits.py --topology ring --epochs 1 --non-iid --gossip-every 1 4": [

@@ -100,7 +100,7 @@ ADVICE: dict[str, tuple[tuple[float, float], dict[str, Any], set[str], set[str]]
     "short": ((0.05, 0.05), {}, {NOTHING}, {FEWER, LATE}),
     "bytes": ((0.4, 0.5), {}, {INT8}, {"topology", LATE}),
     "bytes of groups": ((0.4, 0.5), GROUPS, {INT8, PAIRS}, {LATE}),
-    "bytes of int8": ((0.4, 0.5), CODED, {"comm_dtype=torch.int4 sends"}, {"int8", LATE}),
+    "bytes of int8": ((0.4, 0.5), CODED, {"comm_dtype=torch.int3 sends"}, {"int8", LATE}),
     "bytes of int4": ((0.4, 0.5), {"comm_dtype": INT4}, {"comm_dtype=torch.int3 sends"}, {LATE}),
     "bytes of int3": ((0.4, 0.5), {"comm_dtype": INT3}, {"comm_dtype=torch.int2 sends"}, {"int3"}),
     "bytes of int2": (
@@ -127,7 +127,7 @@ def test_one_line_says_how_long_steps_have_waited_and_what_would_shorten_that(
         take_steps(optimizer, params, rank, range(3))
 
     (line,) = waits_of(main, 4)
-    (what, share), *_ = re.findall(r"51 to 100 waited for (.*) (\d+)% of the time: ", line)
+    (what, share), *_ = re.findall(r"the last 50 steps waited for (.*) (\d+)% of the time: ", line)
     # Another thread codes.
     is_coded = "comm_dtype" in options
     assert what == ("codes and the network" if is_coded else "the network")
@@ -159,7 +159,7 @@ def test_each_wrapper_says_it_once_also_if_a_state_is_loaded(way: str) -> None:
             assert len(each.optimizer.buckets) >= 2
 
     lines = waits_of(main, 2)
-    assert ["steps 51 to 100 waited" in line for line in lines] == [True, True]
+    assert ["the last 50 steps waited" in line for line in lines] == [True, True]
 
 
 def test_a_rank_that_trains_alone_waits_for_nobody() -> None:

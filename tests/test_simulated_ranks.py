@@ -238,7 +238,9 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     first = " ".join((examples.parent / "README.md").read_text().split())
 
     def above(ranks: int, optimizer: str, size: str = "0.1M") -> str:
-        row = time_to_loss.Row("ours, complete, int4", ranks, optimizer, size=size)
+        # The largest size was trained before int3 became the default.
+        code = "int3" if size == "0.1M" else "int4"
+        row = time_to_loss.Row(f"ours, complete, {code}", ranks, optimizer, size=size)
         return f"{time_to_loss.above_ddp(results, row):.1f}"
 
     own = [above(ranks, f"AdamW .999, noise of {ranks}") for ranks in (4, 8, 16)]
@@ -328,7 +330,8 @@ def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
 
 
 def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:
-    for point in regret.points():
+    # In int3 no model was trained with Muon.
+    for point in (each for each in regret.points() if each.optimizer != "Muon"):
         rows = regret.regrets(point)
         for method, most in regret.MOST_REGRET.items():
             assert max(rows[method].get(r, 1.0) for r in regret.RATIOS) <= most, (point, method)

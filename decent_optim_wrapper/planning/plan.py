@@ -29,7 +29,7 @@ _FAST = 1.05
 # that a round takes longer to DDP's loss for each step that it arrives later.
 _INT8_COPY, _LATER = 0.254 / 1.5, 0.16
 # What nothing passed gives on as many ranks as were measured.
-_DEFAULT = ', topology="complete", comm_dtype=torch.int4'
+_DEFAULT = ', topology="complete", comm_dtype=torch.int3'
 
 
 class Job(NamedTuple):
@@ -156,8 +156,8 @@ def plan(job: Job) -> str:
     return "\n".join(
         [
             table(methods),
-            f"measured on {taken.ranks} ranks over gloo, and computed above a ratio of 8; over "
-            f"NCCL only pairs send codes, and larger groups float32",
+            f"measured on {taken.ranks} ranks over gloo, AdamW with betas=(0.9, 0.95), and computed"
+            f" above a ratio of 8; over NCCL only pairs send codes, and larger groups float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
             f"take {taken.settings} with {taken.base} at {times}DDP's learning rate: "
             f"it has DDP's loss after {taken.steps:.2f} times as many steps, "

@@ -172,7 +172,8 @@ class Builder:
             given = default_name(size, own, of_all) if self.topology is None else self.topology
             topology = resolve_topology(given, size, meeting, own)
         if settings.comm_dtype is None:
-            chosen = default_comm_dtype(topology, of_all)
+            sends_more = any(each.sends for each in self.extensions.all)
+            chosen = default_comm_dtype(topology, of_all, sends_more)
             self.settings = replace(settings, comm_dtype=chosen)
         return transport, topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from loguru import logger
 
-from decent_optim_wrapper.codecs import INT2, INT3, INT4, Codec, codec_of, wide
+from decent_optim_wrapper.codecs import INT2, INT3, Codec, codec_of, wide
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.rounds import Rounds
 from decent_optim_wrapper.gossip.session import Session
@@ -20,7 +20,7 @@ _FLOAT32 = "; where CPUs code slowly, comm_dtype=torch.float32 may be faster"
 # The bytes of a round that explain no wait: at 10 Mbit/s, they take 50 ms.
 _FEW_BYTES = 1 << 16
 # The codecs to take one after the other, while float32 or a longer code is still sent.
-_CODES = {f"comm_dtype={each}": codec_of(each) for each in (torch.int8, INT4, INT3, INT2)}
+_CODES = {f"comm_dtype={each}": codec_of(each) for each in (torch.int8, INT3, INT2)}
 
 
 def log_summary(rounds: Rounds, gossip_every: int) -> None:
@@ -76,8 +76,8 @@ def log_waits(rounds: Rounds) -> None:
     what, more = ("codes and the network", _FLOAT32) if is_coded else ("the network", "")
     # A smaller share is worth no change.
     advice = _NOTHING if share < 0.1 else f"{advice}{more}"
-    which = f"steps {len(steps) - len(last) + 1} to {len(steps)}"
-    text = f"{which} waited for {what} {share:.0%} of the time: {advice}"
+    # A resumed run has counted others before.
+    text = f"the last {len(last)} steps waited for {what} {share:.0%} of the time: {advice}"
     logger.info(f"{text}. optimizer.report() compares the ranks")
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from decent_optim_wrapper import GradientTracking, Late, OuterOptimizer, Schedule, StateGossip
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.codecs import INT3, INT4
 
 MIB = 1024 * 1024
 LAYERS = 24
@@ -341,6 +341,7 @@ TRAJECTORIES: dict[str, dict[str, Any]] = {
     },
     "int8, complete": {"comm_dtype": torch.int8, "topology": "complete"},
     "int4, complete": {"comm_dtype": INT4, "topology": "complete"},
+    "int3, complete": {"comm_dtype": INT3, "topology": "complete"},
 }
 
 

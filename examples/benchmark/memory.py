@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_optim_wrapper import DecentOptimWrapper, GradientTracking
-from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.codecs import INT3, INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
 MIB = 2**20
@@ -88,7 +88,7 @@ def gossip(model: nn.Module, **options: Any) -> Step:
 
 
 def with_model(model: nn.Module) -> Step:
-    """With nothing passed but the model: all ranks in int4, before the forward pass."""
+    """With nothing passed but the model: all ranks in int3, before the forward pass."""
     return loop(model, DecentOptimWrapper(adamw(model.parameters()), model=model))
 
 
@@ -101,6 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ", bf16": {"comm_dtype": torch.bfloat16},
     ", int8": {"comm_dtype": torch.int8},
     ", int4": {"comm_dtype": INT4},
+    ", int3": {"comm_dtype": INT3},
     ", tracking": {"extensions": [GradientTracking()], "comm_dtype": torch.float32},
     ", tracking, int8": {"extensions": [GradientTracking()], "comm_dtype": torch.int8},
 }

@@ -70,7 +70,6 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
         "ours, int4": Method(codec=INT4),
-        "ours, int3": Method(codec=INT3),
         "ours, int2": Method(codec=INT2),
         "ours, top-k": Method(codec=TOP_K),
         "ours, top-k 4": Method(codec=TOP_K_4),
@@ -81,7 +80,6 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete, int2": Method(topology="complete", codec=INT2),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
-        "ours, complete, delayed, int3": Method(topology="complete", late=1, codec=INT3),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
         "ours, delayed": Method(late=1),
@@ -177,7 +175,7 @@ TRIED = "ours, outer", "ours, moments", "GASLoC 1", "DES-LOC 8", "GASLoC 8"
 PAIRS = "ours", "ours, int8", "ours, delayed"
 CODED_PAIRS = "ours, int8", "ours, int4"
 CODED_COMPLETE = "ours, complete, int8", "ours, complete, int4"
-COARSE_COMPLETE = "ours, complete, int4", "ours, complete, int2"
+COARSE_COMPLETE = "ours, complete, int4", "ours, complete, int3", "ours, complete, int2"
 CODED_FOURS = "ours, groups of 4, int8", "ours, groups of 4, int4"
 HOOKS = "DDP, 8 bits", "DDP, 8 bits a channel", "DDP, PowerSGD 1", "DDP, PowerSGD 4"
 CODED_DILOCO = (
@@ -233,10 +231,15 @@ ROWS = [
         ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, int4", *CODED_COMPLETE)),
         ("AdamW, noise of 4", 4, 1, ("ours, complete, delayed, int4", "ours, complete, top-k")),
         ("AdamW, noise of 4", 4, 0, ("ours, delayed, int4", "ours, top-k")),
-        ("AdamW, noise of 4", 4, 1, ("ours, int2", "ours, complete, int2")),
+        ("AdamW, noise of 4", 4, 1, ("ours, int2", *COARSE_COMPLETE[1:])),
+        *(
+            (f"Muon, noise of {ranks}", ranks, exponent, ("ours, complete, int3",))
+            for ranks, exponent in ((4, 3), (8, 4), (16, 5))
+        ),
         ("Muon, noise of 4", 4, 4, ("ours, complete, int2",)),
+        *(("SGD", ranks, 11, ("ours, complete, int3",)) for ranks in (4, 8, 16)),
         ("SGD", 4, 9, ("ours, complete, int2",)),
-        *((f"AdamW, noise of {ranks}", ranks, 1, ("ours, complete, int2",)) for ranks in (8, 16)),
+        *((f"AdamW, noise of {ranks}", ranks, 1, COARSE_COMPLETE[1:]) for ranks in (8, 16)),
         ("AdamW, noise of 8", 8, 0, ("ours", *CODED_PAIRS)),
         ("AdamW, noise of 8", 8, 1, (*CODED_FOURS, *CODED_COMPLETE)),
         ("AdamW, noise of 16", 16, 0, ("ours", *CODED_PAIRS)),
@@ -259,10 +262,12 @@ ROWS += [
         ("ours, int8", "AdamW", 1),
         ("ours, complete, int4", "AdamW", 1),
         ("ours, complete, int4", "AdamW, noise of 4", 0),
+        ("ours, complete, int3", "AdamW, noise of 4", 0),
         ("ours, complete, int2", "AdamW, noise of 4", 0),
         ("DiLoCo 30", "AdamW", 0),
         ("DDP", "AdamW .999", 0),
         ("ours, complete, int4", "AdamW .999, noise of 4", 0),
+        ("ours, complete, int3", "AdamW .999, noise of 4", 0),
     )
 ]
 SEEDS = (0, 1, 2)
@@ -472,8 +477,10 @@ def size_table(results: Results) -> str:
         ("ours, int8", "AdamW"),
         ("ours, complete, int4", "AdamW"),
         ("ours, complete, int4", "AdamW, noise of 4"),
+        ("ours, complete, int3", "AdamW, noise of 4"),
         ("ours, complete, int2", "AdamW, noise of 4"),
         ("ours, complete, int4", "AdamW .999, noise of 4"),
+        ("ours, complete, int3", "AdamW .999, noise of 4"),
         ("DiLoCo 30", "AdamW"),
     ):
         found = [above_ddp(results, Row(name, 4, optimizer, size=size)) for size in SIZES]

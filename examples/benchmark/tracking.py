@@ -65,7 +65,10 @@ BASES = {
     "SGD": Base(
         row=ONCE,
         lrs=(0.02, 0.05, 0.1, 0.2),
-        others={"int4": _with(ONCE, comm_dtype=torch.int4)},
+        others={
+            "int4": _with(ONCE, comm_dtype=torch.int4),
+            "int3": _with(ONCE, comm_dtype=torch.int3),
+        },
     ),
     "AdamW": Base(
         row=ADAMW,
@@ -73,6 +76,7 @@ BASES = {
         others={
             "StateGossip('exp_avg_sq')": SECOND_MOMENTS,
             "int4": _with(ADAMW, comm_dtype=torch.int4),
+            "int3": _with(ADAMW, comm_dtype=torch.int3),
         },
     ),
     "Schedule-Free": Base(
