@@ -330,8 +330,8 @@ def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
 
 
 def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:
-    # In int3 no model was trained with Muon.
-    for point in (each for each in regret.points() if each.optimizer != "Muon"):
+    # In int3 Muon was trained on 4 ranks only.
+    for point in (p for p in regret.points() if p.ranks == 4 or p.optimizer != "Muon"):
         rows = regret.regrets(point)
         for method, most in regret.MOST_REGRET.items():
             assert max(rows[method].get(r, 1.0) for r in regret.RATIOS) <= most, (point, method)
