@@ -140,8 +140,8 @@ PRINTED = {
     "--methods DDP 'the wrapper' --jitter 0.3 --slow-factor 1.5 --slow-motion 2 --csv a.csv": [
         *("| ms per step | 0 |", "| DDP |*", "| the wrapper |*")
     ],
-    "python benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods 'the wrapper, int4'": [
-        "| 4 | the wrapper, int4 | 1 | * | 1.00 | * |"
+    "python benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods 'the wrapper'": [
+        "| 4 | the wrapper | 1 | * | 1.00 | * |"
     ],
     "python benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",

@@ -28,10 +28,14 @@ from stacked_gpt import SMALL
 from step_time import HEADERS
 from time_to_loss import RESULTS, SEEDS, Results, Row, best, rate, steps_needed
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
+from decent_optim_wrapper.optim import AdamW, lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.utils import init_distributed
+
+# By the optimizer of a row, the base of the ranks; the first one with which a method was trained.
+BASES: dict[str, type[Optimizer]] = {"AdamW": torch.optim.AdamW, "AdamW, noise of 4": AdamW}
 
 
 class Part(nn.Module):
@@ -74,17 +78,19 @@ class Plan(NamedTuple):
     """How a method trains.
 
     Args:
+        base: the optimizer.
         lr: its best learning rate.
         steps: of the schedule, and of the training.
     """
 
+    base: type[Optimizer]
     lr: float
     steps: int
 
     def recipe(self) -> Recipe:
         warmup = self.steps // 10
         return Recipe(
-            partial(torch.optim.AdamW, lr=self.lr, betas=BETAS),
+            partial(self.base, lr=self.lr, betas=BETAS),
             partial(lr_scheduler_fn_cosine_with_warmup, t_max=self.steps - warmup, t_warmup=warmup),
         )
 
@@ -119,11 +125,13 @@ def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
 
 def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
     """The best learning rate of a method, and its steps until DDP's loss; None if not measured."""
-    results, row = Results(RESULTS), Row(SETTINGS.get(method, ("", "DDP"))[1])
-    found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
-    if found is None or needed is None:
-        return None
-    return Plan(rate(found.exponent), round(needed * SMALL.steps))
+    results, name = Results(RESULTS), SETTINGS.get(method, ("", "DDP"))[1]
+    for optimizer, base in BASES.items():
+        row = Row(name, optimizer=optimizer)
+        found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
+        if found is not None and needed is not None:
+            return Plan(base, rate(found.exponent), round(needed * SMALL.steps))
+    return None
 
 
 def parse_arguments() -> argparse.Namespace:
