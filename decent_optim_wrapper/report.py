@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -86,10 +86,6 @@ class Report:
     slow_rank: int | None
     slow_link: Link | None
     advice: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, tuples, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         rows = [

@@ -560,7 +560,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def report(self) -> Report:
         """Find the slow rank and the slow link of the last 100 steps; collective.
 
-        ``print(optimizer.report())`` shows a table, and ``.as_dict()`` returns plain values.
+        ``print(optimizer.report())`` shows a table, and `dataclasses.asdict` returns plain values.
 
         Returns:
             The times and bytes of all ranks, and what to change.

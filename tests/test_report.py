@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import defaultdict
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,51 +19,30 @@ from ranks import run_threads
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.timing import StepStats
-from decent_optim_wrapper.integrations import gossip_stats, log_stats
+from decent_optim_wrapper.integrations import gossip_stats
 from decent_optim_wrapper.report import Link, Report, diagnose, measure
 
 GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 
 
-def test_costs_and_distance_are_written_under_the_step() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Any], Tensor, int]:
+def test_costs_and_distance_have_names_for_trackers() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, Tensor, int]:
         optimizer = wrap(params := make_params(), group, topology="ring")
-        written = [defaultdict[int, dict[str, float]](dict) for _ in range(3)]
-        # W&B, MLflow and TensorBoard.
-        writers: list[Any] = [
-            SimpleNamespace(log=lambda values, step: written[0][step].update(values)),
-            SimpleNamespace(log_metrics=lambda values, step: written[1][step].update(values)),
-            SimpleNamespace(add_scalar=lambda name, x, step: written[2][step].update({name: x})),
-        ]
         take_steps(optimizer, params, rank, range(2))
-        for writer in writers if rank == 0 else [None] * 3:
-            log_stats(optimizer, writer)
-            log_stats(optimizer, writer, step=70, distance=False)
-        return written, flatten(params), optimizer.stats().bytes_sent
+        values = gossip_stats(optimizer), gossip_stats(optimizer, distance=False)
+        return values, flatten(params), optimizer.stats().bytes_sent
 
     ranks = run_threads(4, main)
     rows = torch.stack([row for _, row, _ in ranks])
     distance = (rows - rows.mean(dim=0)).norm(dim=1).square().mean().sqrt()
     assert distance > 0.01
-    for written in ranks[0][0]:
-        assert [*written] == [2, 70]
-        values = written[2]
-        assert values["gossip/bytes"] == ranks[0][2] > 0
+    for (values, without_distance), _, bytes_sent in ranks:
+        assert values["gossip/bytes"] == bytes_sent > 0
         assert values["gossip/update_seconds"] > 0
         names = {f"gossip/{name}" for name in ("wait_seconds", "mix_seconds", "skipped")}
-        assert names <= written[70].keys() < values.keys()
+        assert names <= without_distance.keys() < values.keys()
         assert values["gossip/consensus_distance"] == pytest.approx(distance.item())
-        assert "gossip/consensus_distance" not in written[70]
-
-
-def test_a_writer_that_cannot_write_is_refused() -> None:
-    writer: Any = print
-    with pytest.raises(TypeError, match="add_scalar, log_metrics, log, or None on ranks"):
-        log_stats(wrap(make_params()), writer)
-    # What it has takes a run's id: `mlflow` itself knows the run.
-    client: Any = SimpleNamespace(log_metric=print, log_batch=print)
-    with pytest.raises(TypeError, match="for MLflow pass the module mlflow, not a client"):
-        log_stats(wrap(make_params()), client)
+        assert "gossip/consensus_distance" not in without_distance
 
 
 @pytest.mark.slow
@@ -78,7 +57,7 @@ def test_a_slow_rank_is_named_and_who_waits_for_it(overlap: bool) -> None:
 
     reports = run_threads(4, main)
     for report in reports:
-        assert report.as_dict() == reports[0].as_dict()
+        assert report == reports[0]
     assert report.slow_rank == 2
     assert "rank 2 is slow" in str(report)
     assert {report.ranks[rank].waits_for for rank in (1, 3)} == {2}
@@ -168,7 +147,7 @@ def test_the_row_of_a_rank_has_its_typical_waits_and_the_waits_of_its_fastest_ro
 
 def test_a_report_is_also_plain_values() -> None:
     report = report_of([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}, 0, 7)
-    values = report.as_dict()
+    values = asdict(report)
     assert (values["slow_rank"], values["slow_link"]["ranks"]) == (7, (0, 7))
     assert json.loads(json.dumps(values))["ranks"][1]["computing_seconds"] == 0.08
     page = (GUIDES / "frameworks.md").read_text(encoding="utf-8")

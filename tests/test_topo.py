@@ -27,7 +27,7 @@ from decent_optim_wrapper.topo import (
 )
 from decent_optim_wrapper.topo.base import REGISTRY
 
-KINDS = dict(TopologyFactory.registered())
+KINDS = dict(REGISTRY)
 # A hash of the schedules of 2 to 24 ranks, in nodes of 1 to 3 of them.
 SCHEDULES = {
     "complete": "43c267ba6a0fe324",

@@ -1,5 +1,5 @@
-"""Training frameworks, each in a module to be imported on demand, and experiment trackers."""
+"""Training frameworks, each in a module to be imported on demand, and values for trackers."""
 
-from decent_optim_wrapper.integrations.stats import gossip_stats, log_stats
+from decent_optim_wrapper.integrations.stats import gossip_stats
 
-__all__ = ["gossip_stats", "log_stats"]
+__all__ = ["gossip_stats"]

@@ -77,7 +77,7 @@ class GossipStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The averaged module, for a checkpoint; collective."""
-        stays = self._wrapping.is_averaged
+        stays = all(wrapper.is_averaged for wrapper in self._wrapping.wrappers)
         with self._wrapping.averaged():
             state = super().lightning_module_state_dict()
             # The average ends before the file is written, except inside a validation.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -26,37 +24,3 @@ def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dic
     if distance:
         values["consensus_distance"] = optimizer.consensus_distance()
     return {f"gossip/{name}": float(value) for name, value in values.items()}
-
-
-def log_stats(
-    optimizer: DecentOptimWrapper, writer: Any, step: int | None = None, *, distance: bool = True
-) -> None:
-    """Write `gossip_stats` to an experiment tracker; collective.
-
-    Args:
-        optimizer: the wrapper, or what a framework returns for it.
-        writer: an object with `add_scalar` (torch.utils.tensorboard's SummaryWriter), `log_metrics`
-            (the module `mlflow`, the loggers of Lightning) or `log` (Weights & Biases). None on
-            ranks that do not write.
-        step: number of this step; None takes `optimizer.round`.
-        distance: as in `gossip_stats`.
-
-    Raises:
-        TypeError: the writer has none of these methods.
-    """
-    known = ("add_scalar", "log_metrics", "log")
-    if writer is not None and not any(hasattr(writer, name) for name in known):
-        raise TypeError(
-            f"writer expects an object that has one of {', '.join(known)}, or None on ranks that "
-            f"do not write, got {type(writer).__name__}; for MLflow pass the module mlflow, not a "
-            f"client"
-        )
-    values = gossip_stats(optimizer, distance=distance)
-    step = optimizer.round if step is None else step
-    if hasattr(writer, "add_scalar"):
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-    elif hasattr(writer, "log_metrics"):
-        writer.log_metrics(values, step=step)
-    elif writer is not None:
-        writer.log(values, step=step)

@@ -57,11 +57,6 @@ class Wrapping:
             if any(p.requires_grad and id(p) not in gossiped for p in params_of(wrapper)):
                 wrapper.rebuild_buckets()
 
-    @property
-    def is_averaged(self) -> bool:
-        """True if the averages of all wrappers are in place."""
-        return all(wrapper.is_averaged for wrapper in self.wrappers)
-
     def averaged(self) -> AbstractContextManager[None]:
         """Run the body on the average; collective."""
         return entered(wrapper.averaged() for wrapper in self.wrappers)

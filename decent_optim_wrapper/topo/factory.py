@@ -34,11 +34,6 @@ class TopologyFactory:
         return tuple(REGISTRY)
 
     @classmethod
-    def registered(cls) -> tuple[tuple[str, type[Topology]], ...]:
-        """The known names and their classes."""
-        return tuple(REGISTRY.items())
-
-    @classmethod
     def create(cls, name: str, world_size: int, local_world_size: int = 1) -> Topology:
         """Build the topology of that name.
 

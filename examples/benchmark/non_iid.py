@@ -15,7 +15,7 @@ from itertools import product
 import progress
 from digits import Row, parser_of, searching
 
-from decent_optim_wrapper import TopologyFactory
+from decent_optim_wrapper.topo.base import REGISTRY
 
 
 def main() -> None:
@@ -24,11 +24,10 @@ def main() -> None:
     topologies = ["ring", "greedy", "random", "one-peer-exp"]
     parser.add_argument("--topologies", nargs="+", default=topologies)
     args = parser.parse_args()
-    kinds = dict(TopologyFactory.registered())
     print("| ranks | topology | accuracy of the averaged model | consensus distance |")
     print("|---|---|---|---|")
     every = product(args.world_sizes, args.topologies)
-    rows = [(size, topology) for size, topology in every if kinds[topology].fits(size)]
+    rows = [(size, topology) for size, topology in every if REGISTRY[topology].fits(size)]
     with searching(args, len(rows)) as search:
         for size, topology in rows:
             runs = search(Row(topology), size, [0.02])

@@ -22,20 +22,21 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.integrations import log_stats
+from decent_optim_wrapper.integrations import gossip_stats
 from decent_optim_wrapper.utils import DistInfo, init_distributed
 
 INTERVAL = 10
 
 
 class Curves:
-    """A writer as TensorBoard's SummaryWriter, which keeps what it is given."""
+    """What a tracker would draw."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[tuple[int, float]]] = {}
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.points.setdefault(name, []).append((step, value))
+    def add(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.points.setdefault(name, []).append((step, value))
 
     def medians(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values, one for each interval, since single waits are noisy."""
@@ -66,8 +67,8 @@ def train(world: DistInfo, steps: int, width: int, overlap: bool) -> Curves:
         loss.backward()
         optimizer.step()
         # The distance costs an all-reduce of the parameters.
-        log_stats(optimizer, curves, distance=step % INTERVAL == 0)
-        curves.add_scalar("loss", loss.item(), step)
+        stats = gossip_stats(optimizer, distance=step % INTERVAL == 0)
+        curves.add(step, {"loss": loss.item(), **stats})
     return curves
 
 
