@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +26,8 @@ from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, StateAverage
 from decent_optim_wrapper.comm.failure_reports import FailureReports
-from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
+from decent_optim_wrapper.comm.process_groups import abort, connect_gloo, is_cut
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Collective
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
 TIMEOUT = 60.0
@@ -200,6 +202,70 @@ def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.M
         with pytest.raises(RuntimeError) as caught:
             work.wait(timedelta(seconds=TIMEOUT / 4))
         assert "Timed out" not in str(caught.value)
+
+
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo,lo"])
+def test_a_rank_sees_that_a_connection_is_closed_and_nobody_else_does(
+    interfaces: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while all messages of the group are on their way."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    store = HashStore()
+
+    def connect(rank: int) -> Any:
+        return connect_gloo(store, rank, 3, timedelta(seconds=TIMEOUT))
+
+    with ThreadPoolExecutor() as pool:
+        groups = [*pool.map(connect, range(3))]
+    totals = [torch.full((3,), float(rank)) for rank in range(3)]
+    works = [group.allreduce([total]) for group, total in zip(groups[:2], totals, strict=False)]
+    for _ in range(3):
+        assert not any(map(is_cut, groups))
+    works.append(groups[2].allreduce([totals[2]]))
+    for work in works:
+        work.wait(timedelta(seconds=TIMEOUT))
+    assert torch.equal(torch.stack(totals), torch.full((3, 3), 3.0))
+    works = [group.allreduce([total]) for group, total in zip(groups[:2], totals, strict=False)]
+    abort([groups.pop()])
+    deadline = time.monotonic() + TIMEOUT / 2
+    while not all(map(is_cut, groups)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=TIMEOUT))
+    assert is_cut(None)
+
+
+class Forgotten:
+    """A collective of gloo that waits for a send which gloo has forgotten, or that has failed."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.seconds = error, 0.0
+
+    def wait(self, timeout: timedelta = LONGEST_WAIT) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+        self.seconds += timeout.total_seconds()
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return bool(self.error)
+
+
+def test_a_collective_ends_soon_after_a_connection_is_closed_and_not_before() -> None:
+    minute = timedelta(seconds=60)
+    looks = iter([False] * 30 + [True] * 9)
+    for work, is_closed, seconds in (
+        (Forgotten(), lambda: True, 5.0),
+        (Forgotten(), lambda: next(looks), 35.0),
+        (Forgotten(), lambda: False, 60.0),
+    ):
+        with pytest.raises(RuntimeError, match="timed out"):
+            Collective(work, is_closed).wait(minute)
+        assert work.seconds == pytest.approx(seconds)
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        Collective(Forgotten("Connection reset by peer"), lambda: False).wait(minute)
 
 
 @pytest.mark.slow

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm import nccl, tags
 from decent_optim_wrapper.comm.connections import Connections
-from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
+from decent_optim_wrapper.comm.process_groups import is_cut, store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import PostingThread
 from decent_optim_wrapper.comm.waiting import (
     Arrival,
+    Collective,
     Expected,
     PendingMessage,
     Waitable,
@@ -248,7 +249,7 @@ class Transport(Connections):
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
-        return [self._on_stream(self._of(ranks).allreduce([tensor]), tensor)]
+        return [self._started(self._of(ranks).allreduce([tensor]), tensor, ranks)]
 
     def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
@@ -267,7 +268,7 @@ class Transport(Connections):
         if group.size == 2:
             return rows, self.exchange(tensor, rows[1 - own], group.ranks[1 - own], tag)
         work = self._of(group.ranks).allgather([list(rows)], [tensor])
-        return rows, [self._on_stream(work, tensor)]
+        return rows, [self._started(work, tensor, group.ranks)]
 
     def send_control(self, message: Tensor, ranks: Iterable[int], tag: int) -> list[PendingMessage]:
         """Start exchanging small messages with other ranks.
@@ -356,7 +357,7 @@ class Transport(Connections):
                 # The round raises its error if it has failed.
                 self.wait_for_any(self._posting.future)
                 self._posting = None
-            self.wait([self._on_stream(start(self._open_world()), tensor)])
+            self.wait([self._started(start(self._open_world()), tensor)])
         except WireError as error:
             raise self.lost_in_collective(self.others, error) from error
 
@@ -365,5 +366,9 @@ class Transport(Connections):
         """All ranks but this one, by position among the members."""
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    def _on_stream(self, work: Waitable, tensor: Tensor) -> Waitable:
-        return nccl.OnStream(work) if self.coalesces(tensor.device) else work
+    def _started(self, work: Waitable, tensor: Tensor, ranks: tuple[int, ...] = ()) -> Waitable:
+        """A collective of these ranks, or of all, that has begun."""
+        if self.coalesces(tensor.device):
+            return nccl.OnStream(work)
+        # Not the group itself, whose last reference an error could hold: see `abort`.
+        return Collective(work, lambda: is_cut(self._subgroups.get(ranks, self._ready)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,10 @@ from decent_optim_wrapper.errors import text_of
 
 # The longest wait of torch's backends. The caller that waits for the thread has its own timeout.
 LONGEST_WAIT = timedelta(seconds=2_000_000)
+# Interval of the checks whether connections are closed.
+_CHECK = timedelta(seconds=1)
+# How long a collective may go on once one is.
+_CUT = timedelta(seconds=4)
 # Interval of the checks whether to keep waiting.
 _LOOK_SECONDS = 0.05
 # An interval that is longer on a busy machine counts as this.
@@ -57,6 +62,41 @@ class Waitable(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether it is done; works of gloo do not know before they are waited for."""
+
+
+class Collective:
+    """A collective of gloo that ends soon after a connection is closed.
+
+    gloo forgets a send whose write fails when the receiver's notice arrives. The collective would
+    then go on until its timeout, also on other ranks, although all connections may be closed.
+
+    Args:
+        work: the work of torch.
+        is_cut: returns whether one of its connections is closed.
+    """
+
+    def __init__(self, work: Waitable, is_cut: Callable[[], bool]) -> None:
+        self._work, self._is_cut = work, is_cut
+
+    def wait(self, timeout: timedelta = LONGEST_WAIT) -> None:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: it has failed, or not ended within the timeout.
+        """
+        while timeout > _CHECK and not self._work.is_completed():
+            with suppress(RuntimeError):
+                self._work.wait(_CHECK)
+                return
+            timeout -= _CHECK
+            if self._is_cut():
+                # A rank that has completed its part may end before the others.
+                timeout = min(timeout, _CUT)
+        self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        return self._work.is_completed()
 
 
 class PendingMessage(NamedTuple):
