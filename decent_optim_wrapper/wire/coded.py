@@ -246,7 +246,8 @@ class CodedGroup(CodedExchange):
                 self._window.leave(entry)
             # Of what has been sent: nobody waits for it.
             _add(self._incoming_codec, self._mean[: self._incoming_nbytes], self._error, -1.0)
-            for work in (*sent, *works):
+            # The receives first: gloo may forget a send whose connection closes, but no receive.
+            for work in (*works, *sent):
                 _wait(work)
             self._window.note_arrival()
 
