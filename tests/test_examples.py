@@ -133,6 +133,9 @@ PRINTED = {
     "python benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, float32 |*", "| the module |*")
     ],
+    "python benchmark/overhead.py --parameters 1e6 --repeats 1": [
+        *("| SGD alone | * | 1.00 |", "| the wrapper | * | ?.?? |", "| one round, views |*")
+    ],
     "python benchmark/overhead.py --parameters 1e6 --small 1": [
         *("| and one message | * | 1.00 |", "| tracking | *|", "| pack | *|")
     ],

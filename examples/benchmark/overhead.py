@@ -248,8 +248,8 @@ def small_steps(blocks: int, tensors: int) -> dict[str, float]:
 
 def lone_steps() -> dict[str, float]:
     """Median seconds of a step of SGD, and of the wrapper around it alone, by turns."""
-    base = torch.optim.SGD(small_params(), lr=1e-3)
-    optimizers = [base, DecentOptimWrapper(base, rank=0, world_size=1)]
+    bare, base = (torch.optim.SGD(small_params(), lr=1e-3) for _ in range(2))
+    optimizers = [bare, DecentOptimWrapper(base, rank=0, world_size=1)]
     times: list[list[float]] = [[], []]
     for _ in range(LONE_STEPS):
         for optimizer, row in zip(optimizers, times, strict=True):
