@@ -54,11 +54,13 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
         for options in (
             *("218mbit --ranks 4", "2gbit --ranks 4", "218mbit --ranks 16"),
             *("218mbit --ranks 4 --optimizer Muon", "218mbit --ranks 4 --varying"),
+            "218mbit --ranks 32",
         )
     ]
     assert len({*plans}) == len(plans)
     for text in plans:
-        *_, ratio, pick = text.splitlines()
+        *_, measured, ratio, pick = text.splitlines()
+        assert measured.startswith("measured on 16 ranks (32 were not) over") == (text is plans[-1])
         assert re.match(r"an all-reduce takes \d+\.\d+ times as long as computing", ratio)
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
 

@@ -144,6 +144,7 @@ def plan(job: Job) -> str:
     rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
     taken, ddp = chosen(job), next(row for row in rows if row.settings == "DDP")
     times = "" if taken.rate == 1 else f"{taken.rate:g} times "
+    nearest = "" if taken.ranks == job.ranks else f" ({job.ranks} were not)"
     methods = [
         {
             "settings": row.settings,
@@ -156,8 +157,9 @@ def plan(job: Job) -> str:
     return "\n".join(
         [
             table(methods),
-            f"measured on {taken.ranks} ranks over gloo, AdamW with betas=(0.9, 0.95), and computed"
-            f" above a ratio of 8; over NCCL only pairs send codes, and larger groups float32",
+            f"measured on {taken.ranks} ranks{nearest} over gloo, AdamW with betas=(0.9, 0.95), "
+            f"and computed above a ratio of 8; over NCCL only pairs send codes, and larger groups "
+            f"float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
             f"take {taken.settings} with {taken.base} at {times}DDP's learning rate: "
             f"it has DDP's loss after {taken.steps:.2f} times as many steps, "
