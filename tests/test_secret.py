@@ -27,9 +27,12 @@ from restartable_processes import RestartableProcesses, StoreProcess, connect, t
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.secret import private, prove
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.launcher.program import Program
+from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -182,6 +185,29 @@ def test_the_launcher_passes_the_secret_on_and_shows_it_to_nobody(tmp_path: Path
     assert "rank 0 ended" in printed
     assert any("script_0.py" in line for line in lines)
     assert not any(secret in each for each in (printed, *lines))
+
+
+def test_no_stranger_says_that_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without elastic, on the store of a process group."""
+    store = launcher_store()
+    lie = json.dumps([1, "ValueError: a lie", False])
+    store.set("error", lie)
+    store.set("lost/1", "[]")
+    assert FailureReports(store.clone(), 0).find([1], silent=False).error == "ValueError: a lie"
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
+    here, there = (FailureReports(store.clone(), rank) for rank in range(2))
+    assert here.find([1], silent=False) == PeerLoss([1])
+    there.note_error(ValueError("no data"))
+    assert here.find([1], silent=False).error == "ValueError: no data"
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", OTHER)
+    assert FailureReports(store.clone(), 0).find([1], silent=False) == PeerLoss([1])
+
+
+def test_a_password_of_the_store_is_in_no_repr(tmp_path: Path) -> None:
+    program = Program(("script.py",), {"DECENT_STORE": "etcd://host:1/run?password=hidden"})
+    rank = RankProcess(0, 0, program, tmp_path, False, mock.Mock())
+    assert "script.py" in repr(rank)
+    assert "hidden" not in repr(rank)
 
 
 def test_nothing_that_uses_the_secret_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

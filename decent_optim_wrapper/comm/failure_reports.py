@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+from decent_optim_wrapper.comm.secret import named
 from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
@@ -93,7 +94,10 @@ class FailureReports:
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
-        self._store = None if store is None else BoundedStore(store, _STORE_TIMEOUT, ours=True)
+        self._store: BoundedStore | None = None
+        if store is not None:
+            # Or any process that finds the store could say that a rank has failed.
+            self._store = BoundedStore(named(store, "failures"), _STORE_TIMEOUT, ours=True)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:

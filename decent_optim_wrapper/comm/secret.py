@@ -43,7 +43,16 @@ def private(store: Any) -> Any:
     # while a call hangs, which must not block the store for others.
     key = f"decent_optim_wrapper/nonce {_mac('key')}"
     nonce = cloned(store).compare_set(key, "", secrets.token_hex(16))
-    return PrefixStore(_mac(f"run {as_text(nonce)}"), store)
+    return named(store, f"run {as_text(nonce)}")
+
+
+def named(store: Any, name: str) -> Any:
+    """A part of a store that has a name of its own for each secret; without one, the whole store.
+
+    Raises:
+        ValueError: the secret is empty.
+    """
+    return PrefixStore(_mac(name), store) if _VARIABLE in os.environb else store
 
 
 def prove(group: Any, timeout: timedelta) -> None:

@@ -228,8 +228,7 @@ def _xor_pair(block: range, rank: int, t: int) -> Group:
     size = len(block)
     if size == 1:
         return Group((rank,))
-    hop = 1 << t % (size.bit_length() - 1)
-    return Group((rank, block[rank - block.start ^ hop]))
+    return Group((rank, block[rank - block.start ^ 1 << t % (size.bit_length() - 1)]))
 
 
 @cache

@@ -39,8 +39,7 @@ class Ring(EvenSizes):
 
     def own_group(self, rank: int, phase: int) -> Sequence[int]:
         """A rank and its neighbour on one side."""
-        side = 1 if rank % 2 == phase else -1
-        return rank, (rank + side) % self._world_size
+        return rank, (rank + (1 if rank % 2 == phase else -1)) % self._world_size
 
 
 class OnePeerExponential(Topology):

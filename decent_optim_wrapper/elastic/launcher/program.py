@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +30,8 @@ class Program:
     """
 
     command: tuple[str, ...]
-    environ: Mapping[str, str]
+    # With the URL of a store, which may contain a password.
+    environ: Mapping[str, str] = field(repr=False)
 
     def __post_init__(self) -> None:
         self._spare: tuple[Process, socket.socket] | None = None
