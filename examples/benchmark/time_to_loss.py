@@ -464,9 +464,11 @@ def above_ddp(results: Results, row: Row) -> float | None:
         for each in (row, ddp):
             tried = product(METHODS[each.name], EXPONENTS)
             known = [found for place in tried if (found := results.known(each, *place, seeds))]
-            lowest += [min(map(statistics.mean, known))] if known else []
+            lowest += [min(known, key=statistics.mean)] if known else []
         if len(lowest) == 2:
-            return 100 * (lowest[0] / lowest[1] - 1)
+            return statistics.mean(
+                100 * (own / other - 1) for own, other in zip(*lowest, strict=True)
+            )
     return None
 
 
