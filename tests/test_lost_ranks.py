@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,8 +25,10 @@ from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, StateAverage
 from decent_optim_wrapper.comm.failure_reports import FailureReports
-from decent_optim_wrapper.comm.process_groups import abort, connect_gloo, is_cut
+from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
+from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Collective
+from decent_optim_wrapper.topo import Group
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
 TIMEOUT = 60.0
@@ -204,39 +205,6 @@ def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.M
         assert "Timed out" not in str(caught.value)
 
 
-@pytest.mark.parametrize("interfaces", ["lo", "lo,lo,lo"])
-def test_a_rank_sees_that_a_connection_is_closed_and_nobody_else_does(
-    interfaces: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while all messages of the group are on their way."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    store = HashStore()
-
-    def connect(rank: int) -> Any:
-        return connect_gloo(store, rank, 3, timedelta(seconds=TIMEOUT))
-
-    with ThreadPoolExecutor() as pool:
-        groups = [*pool.map(connect, range(3))]
-    totals = [torch.full((3,), float(rank)) for rank in range(3)]
-    works = [group.allreduce([total]) for group, total in zip(groups[:2], totals, strict=False)]
-    for _ in range(3):
-        assert not any(map(is_cut, groups))
-    works.append(groups[2].allreduce([totals[2]]))
-    for work in works:
-        work.wait(timedelta(seconds=TIMEOUT))
-    assert torch.equal(torch.stack(totals), torch.full((3, 3), 3.0))
-    works = [group.allreduce([total]) for group, total in zip(groups[:2], totals, strict=False)]
-    abort([groups.pop()])
-    deadline = time.monotonic() + TIMEOUT / 2
-    while not all(map(is_cut, groups)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait(timedelta(seconds=TIMEOUT))
-    assert is_cut(None)
-
-
 class Forgotten:
     """A collective of gloo that waits for a send which gloo has forgotten, or that has failed."""
 
@@ -253,19 +221,64 @@ class Forgotten:
         return bool(self.error)
 
 
-def test_a_collective_ends_soon_after_a_connection_is_closed_and_not_before() -> None:
+def test_a_collective_ends_soon_after_a_loss_and_not_before() -> None:
     minute = timedelta(seconds=60)
     looks = iter([False] * 30 + [True] * 9)
-    for work, is_closed, seconds in (
+    for work, is_lost, seconds in (
         (Forgotten(), lambda: True, 5.0),
         (Forgotten(), lambda: next(looks), 35.0),
         (Forgotten(), lambda: False, 60.0),
     ):
         with pytest.raises(RuntimeError, match="timed out"):
-            Collective(work, is_closed).wait(minute)
+            Collective(work, is_lost).wait(minute)
         assert work.seconds == pytest.approx(seconds)
     with pytest.raises(RuntimeError, match="Connection reset"):
         Collective(Forgotten("Connection reset by peer"), lambda: False).wait(minute)
+
+
+@pytest.mark.slow
+def test_a_collective_that_hangs_ends_soon_after_a_rank_has_said_that_it_failed() -> None:
+    """The connections stay open, as for a rank that waits for a send that gloo has forgotten."""
+    ended = threading.Barrier(3)
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, int | None, float]:
+        transport = Transport.over(group, timedelta(seconds=TIMEOUT))
+        transport.connect([Group(range(3))])
+        total = torch.full((5,), float(rank))
+        # Longer than the interval of the looks, and nobody is lost.
+        time.sleep(2.5 * (rank == FAULTY))
+        transport.sum_(total)
+        assert torch.equal(total, torch.full((5,), 3.0))
+        start = time.monotonic()
+        if rank == FAULTY:
+            FailureReports(transport.store, rank).note_error(MEMORY)
+            ended.wait(TIMEOUT)
+            return "", None, 0.0
+        with pytest.raises(PeerError) as caught:
+            transport.sum_(total)
+        seconds = time.monotonic() - start
+        ended.wait(TIMEOUT)
+        return str(caught.value), caught.value.rank, seconds
+
+    for text, lost, seconds in run_threads(3, main)[:FAULTY]:
+        assert f"rank {FAULTY}, which failed with {OF_MEMORY}" in text
+        assert lost == FAULTY
+        assert seconds < TIMEOUT / 2
+
+
+def test_a_loss_is_known_to_all_ranks_and_the_end_of_a_rank_is_none() -> None:
+    store = HashStore()
+    reports = [FailureReports(store, rank) for rank in range(3)]
+    reports[0].note(())
+    assert not any(each.is_lost() for each in reports)
+    reports[1].note((2,))
+    assert all(each.is_lost() for each in reports)
+    other = HashStore()
+    FailureReports(other, 0).note_error(MEMORY)
+    assert FailureReports(other, 1).is_lost()
+    assert not FailureReports(None, 0).is_lost()
+    slow: Any = DeadStore()
+    assert not FailureReports(slow, 0).is_lost()
 
 
 @pytest.mark.slow

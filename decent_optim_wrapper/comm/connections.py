@@ -173,10 +173,8 @@ class Connections:
         """Report how this rank has ended to ranks that lose it, unless it has told them before."""
         if self._ready is not None:
             # The interpreter keeps the error that ends it.
-            if (error := getattr(sys, "last_value", None)) is None:
-                self._reports.note(())
-            else:
-                self._reports.note_error(error)
+            error = getattr(sys, "last_value", None)
+            self._reports.note(()) if error is None else self._reports.note_error(error)
 
     def release(self) -> None:
         """Close the communicators made here and release the user's process group."""

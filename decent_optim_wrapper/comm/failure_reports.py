@@ -112,6 +112,17 @@ class FailureReports:
         Only the first note counts: a rank that ends may then lose others.
         """
         self._try(lambda store: store.compare_set(_key(self._rank), "", json.dumps([*suspects])))
+        if suspects:
+            self._try(lambda store: store.set("loss", "yes"))
+
+    def is_lost(self) -> bool:
+        """Return whether a rank has noted that it failed, or lost another one; on any thread."""
+        try:
+            # Over another connection: a store that is slow now may answer once a loss is found.
+            store = None if self._store is None else self._store.another(_STORE_TIMEOUT)
+            return store is not None and (store.check(["error"]) or store.check(["loss"]))
+        except RuntimeError:
+            return False
 
     def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:
         """Find the lost rank: one of the suspects, or one that their notes name.

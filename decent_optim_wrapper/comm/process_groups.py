@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, _world
 
-from decent_optim_wrapper.comm import nccl, tags
+from decent_optim_wrapper.comm import nccl
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.secret import prove
 from decent_optim_wrapper.comm.waiting import never, within
@@ -199,33 +199,25 @@ def _abort_all(communicators: list[Any], seconds: float) -> None:
     backends = [backend_of(each, CPU) for each in communicators] + nccl.backends(communicators)
     # The peers notice these at once.
     for backend in backends:
-        # gloo's own `abort` does nothing, but a receive that times out closes the connections to
-        # all ranks: works that wait on them raise at once, also on other threads.
-        for work in filter(None, _listen(backend)):
-            with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
+        if backend.name() == "gloo":
+            _abort_gloo(backend)
     nccl.abort([each for each in backends if each.name() != "gloo"], seconds)
 
 
-def is_cut(group: Any) -> bool:
-    """Return whether gloo has noticed that a connection of a group is closed, or there is none."""
-    return group is None or None in {*_listen(backend_of(group, CPU))}
+def _abort_gloo(backend: Any) -> None:
+    """Close the connections of gloo.
 
-
-def _listen(backend: Any) -> Iterator[Any]:
-    """Post a receive of what is never sent on each connection of gloo.
-
-    gloo has connections over each interface in GLOO_SOCKET_IFNAME, which it takes in the order of
-    the tags.
-
-    Yields:
-        The work, or None if the connection is closed.
+    Its own `abort` does nothing, but a receive that times out closes the connections to all ranks:
+    works that wait on them raise at once, also on other threads.
     """
-    count = len(backend.options._devices) if backend.name() == "gloo" else 0
     for peer in range(backend.size()):
-        for interface in range(count):
-            if peer != backend.rank():
-                nothing, work = torch.empty(1, device="cpu"), None
+        # Try each peer: a connection that is closed already does not affect the others.
+        if peer != backend.rank():
+            # gloo has connections over each interface in GLOO_SOCKET_IFNAME, which it takes in the
+            # order of the tags. Nothing may be sent with these, as a longer message would end the
+            # process: `prove` takes the tags below, and the rest of the library far higher ones.
+            count = len(backend.options._devices)
+            for tag in range(count, 2 * count):
                 with suppress(RuntimeError):
-                    work = backend.recv([nothing], peer, tags.FIRST + tags.SILENT - interface)
-                yield work
+                    nothing = torch.empty(1, device="cpu")
+                    backend.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

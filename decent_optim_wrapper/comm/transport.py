@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm import nccl, tags
 from decent_optim_wrapper.comm.connections import Connections
-from decent_optim_wrapper.comm.process_groups import is_cut, store_of, timeout_of
+from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import PostingThread
 from decent_optim_wrapper.comm.waiting import (
@@ -249,7 +249,7 @@ class Transport(Connections):
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
-        return [self._started(self._of(ranks).allreduce([tensor]), tensor, ranks)]
+        return [self._started(self._of(ranks).allreduce([tensor]), tensor)]
 
     def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
@@ -268,7 +268,7 @@ class Transport(Connections):
         if group.size == 2:
             return rows, self.exchange(tensor, rows[1 - own], group.ranks[1 - own], tag)
         work = self._of(group.ranks).allgather([list(rows)], [tensor])
-        return rows, [self._started(work, tensor, group.ranks)]
+        return rows, [self._started(work, tensor)]
 
     def send_control(self, message: Tensor, ranks: Iterable[int], tag: int) -> list[PendingMessage]:
         """Start exchanging small messages with other ranks.
@@ -366,9 +366,7 @@ class Transport(Connections):
         """All ranks but this one, by position among the members."""
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    def _started(self, work: Waitable, tensor: Tensor, ranks: tuple[int, ...] = ()) -> Waitable:
-        """A collective of these ranks, or of all, that has begun."""
-        if self.coalesces(tensor.device):
-            return nccl.OnStream(work)
-        # Not the group itself, whose last reference an error could hold: see `abort`.
-        return Collective(work, lambda: is_cut(self._subgroups.get(ranks, self._ready)))
+    def _started(self, work: Waitable, tensor: Tensor) -> Waitable:
+        """A collective that has begun."""
+        lost = self._reports.is_lost
+        return nccl.OnStream(work) if self.coalesces(tensor.device) else Collective(work, lost)

@@ -18,10 +18,10 @@ from decent_optim_wrapper.errors import text_of
 
 # The longest wait of torch's backends. The caller that waits for the thread has its own timeout.
 LONGEST_WAIT = timedelta(seconds=2_000_000)
-# Interval of the checks whether connections are closed.
+# Interval of the checks whether a rank is lost.
 _CHECK = timedelta(seconds=1)
 # How long a collective may go on once one is.
-_CUT = timedelta(seconds=4)
+_LOST = timedelta(seconds=4)
 # Interval of the checks whether to keep waiting.
 _LOOK_SECONDS = 0.05
 # An interval that is longer on a busy machine counts as this.
@@ -65,18 +65,20 @@ class Waitable(Protocol):
 
 
 class Collective:
-    """A collective of gloo that ends soon after a connection is closed.
+    """A collective of gloo that ends soon after a rank has failed, or has lost another one.
 
     gloo forgets a send whose write fails when the receiver's notice arrives. The collective would
     then go on until its timeout, also on other ranks, although all connections may be closed.
+    Nothing may be sent to find that out: it would break a connection that the other end has closed
+    and on which data is still on its way.
 
     Args:
         work: the work of torch.
-        is_cut: returns whether one of its connections is closed.
+        is_lost: returns whether a rank has noted that it failed, or has lost another one.
     """
 
-    def __init__(self, work: Waitable, is_cut: Callable[[], bool]) -> None:
-        self._work, self._is_cut = work, is_cut
+    def __init__(self, work: Waitable, is_lost: Callable[[], bool]) -> None:
+        self._work, self._is_lost = work, is_lost
 
     def wait(self, timeout: timedelta = LONGEST_WAIT) -> None:
         """Wait until it is done.
@@ -89,9 +91,9 @@ class Collective:
                 self._work.wait(_CHECK)
                 return
             timeout -= _CHECK
-            if self._is_cut():
-                # A rank that has completed its part may end before the others.
-                timeout = min(timeout, _CUT)
+            if self._is_lost():
+                # What is on its way may still arrive.
+                timeout = min(timeout, _LOST)
         self._work.wait(timeout)
 
     def is_completed(self) -> bool:
