@@ -237,19 +237,21 @@ def test_the_tables_of_the_page_show_the_results() -> None:
         assert table in guide
     first = " ".join((examples.parent / "README.md").read_text().split())
 
-    def above(ranks: int, optimizer: str, size: str = "0.1M") -> str:
-        # The largest size was trained before int3 became the default.
-        code = "int3" if size == "0.1M" else "int4"
+    def above(ranks: int, optimizer: str, size: str = "0.1M", code: str = "int3") -> str:
         row = time_to_loss.Row(f"ours, complete, {code}", ranks, optimizer, size=size)
         return f"{time_to_loss.above_ddp(results, row):.1f}"
 
     own = [above(ranks, f"AdamW .999, noise of {ranks}") for ranks in (4, 8, 16)]
     assert f"ends {own[0]}, {own[1]} and {own[2]} % above it on 4, 8 and 16 ranks" in first
-    assert above(4, "AdamW .999, noise of 4", "1.5M") == "0.0"
-    assert f"and {above(4, 'AdamW, noise of 4', '1.5M')} % above it with (0.9, 0.95)" in first
+    assert above(4, "AdamW .999, noise of 4", "1.5M", "int4") == "0.0"
+    middle, large = (above(4, "AdamW, noise of 4", size) for size in ("0.4M", "1.5M"))
+    assert f"GPT of 0.4 M ends {middle} % above DDP, and one of 1.5 M" in first
+    assert (
+        f"[{large} %](examples/benchmark/README.md#loss-after-equally-many-steps), but in" in first
+    )
     ddp = [time_to_loss.Row("DDP", 4, f"AdamW{each}", size="1.5M") for each in ("", " .999")]
     (with_95,), (with_999,) = (results.known(row, "DDP", -1, (0,)) or [0.0] for row in ddp)
-    assert f"betas, which make DDP {100 * (with_999 / with_95 - 1):.1f} % worse" in first
+    assert f"betas, which make DDP {100 * (with_999 / with_95 - 1):.1f} % worse." in first
     speeds = regret.speeds(regret.Point(4, 0.0, "AdamW"), ("the wrapper", "the wrapper, int2"))
     usual, short = (f"{row[8.0]:.1f}" for row in speeds.values())
     of_int2 = time_to_loss.Row("ours, complete, int2", 4, "AdamW, noise of 4")
@@ -308,7 +310,9 @@ def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
     rows = {plan.written(text, ranks): name for text, name in regret.SETTINGS.values()}
     optimizers = "AdamW", "Muon", "SGD"
     jobs = [plan.Job(1e6, ranks, 1e6 / r, 1.0, o) for r in (2.0, 100.0) for o in optimizers]
-    picks = {plan.chosen(job).settings for job in jobs}
+    # Above a ratio of 32 the fastest on 16 ranks is a hook of DDP.
+    picks = {pick for job in jobs if (pick := plan.chosen(job).settings).startswith("Dec")}
+    assert picks
     kinds = (
         *(AsItArrives, DecentOptimWrapper, DecentralizedDataParallel, Hierarchical, Late),
         *(Schedule, TopKCodec),
@@ -335,8 +339,8 @@ def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
 
 
 def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:
-    # In int3 Muon was trained on 4 ranks only.
-    for point in (p for p in regret.points() if p.ranks == 4 or p.optimizer != "Muon"):
+    # On 16 ranks int3 was not trained with Muon.
+    for point in (p for p in regret.points() if p.ranks < 16 or p.optimizer != "Muon"):
         rows = regret.regrets(point)
         for method, most in regret.MOST_REGRET.items():
             assert max(rows[method].get(r, 1.0) for r in regret.RATIOS) <= most, (point, method)
