@@ -94,10 +94,9 @@ class FailureReports:
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
-        self._store: BoundedStore | None = None
-        if store is not None:
-            # Or any process that finds the store could say that a rank has failed.
-            self._store = BoundedStore(named(store, "failures"), _STORE_TIMEOUT, ours=True)
+        # Otherwise any process that finds the store could say that a rank has failed.
+        store = named(store, "failures")
+        self._store = None if store is None else BoundedStore(store, _STORE_TIMEOUT, ours=True)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:

@@ -47,12 +47,12 @@ def private(store: Any) -> Any:
 
 
 def named(store: Any, name: str) -> Any:
-    """A part of a store that has a name of its own for each secret; without one, the whole store.
+    """A part of a store, if there is one, that has another name for each secret; without one, all.
 
     Raises:
         ValueError: the secret is empty.
     """
-    return PrefixStore(_mac(name), store) if _VARIABLE in os.environb else store
+    return store if None in (store, os.environb.get(_VARIABLE)) else PrefixStore(_mac(name), store)
 
 
 def prove(group: Any, timeout: timedelta) -> None:

@@ -228,7 +228,8 @@ def _xor_pair(block: range, rank: int, t: int) -> Group:
     size = len(block)
     if size == 1:
         return Group((rank,))
-    return Group((rank, block[rank - block.start ^ 1 << t % (size.bit_length() - 1)]))
+    hop = 1 << t % (size.bit_length() - 1)
+    return Group((rank, block[rank - block.start ^ hop]))
 
 
 @cache
