@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +29,6 @@ from problem import flatten, nesterov
 from ranks import run_processes, run_threads
 from restartable_processes import STALE_AFTER, RestartableProcesses
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper import (
     AsItArrives,
@@ -41,6 +41,7 @@ from decent_optim_wrapper import (
     StateAverage,
     StateGossip,
 )
+from decent_optim_wrapper.comm.store import part_of_run
 from decent_optim_wrapper.elastic.membership.ended import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
@@ -395,7 +396,7 @@ def meet_in_a_forward_pass(
         *(rank, None), model=model, base=base, rank=rank, world_size=world_size, **options
     )
     optimizer, waits = training.optimizer, threading.Event()
-    spreads, keys = [spread(model)], PrefixStore(key_prefix(0), store)
+    spreads, keys = [spread(model)], part_of_run(store, key_prefix(0), timedelta(seconds=20))
 
     def pack_late(*args: Any, **options: Any) -> Any:
         if not waits.is_set() and optimizer.members == (0, 1) and optimizer.round >= 3:

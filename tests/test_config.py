@@ -19,7 +19,7 @@ import torch.distributed as dist
 from modules import make_model
 from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import (
     AsItArrives,
@@ -36,7 +36,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.codecs import INT3, INT4, Codec, codec_of
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.store import part_of_run
 from decent_optim_wrapper.config import Settings, default_comm_dtype
 from decent_optim_wrapper.elastic.membership.ended import key_prefix, mark_end
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, beat_key
@@ -218,12 +218,13 @@ def await_(found: Callable[[], bool]) -> None:
 def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(marked: bool) -> None:
     store, stale_after = HashStore(), 1000.0 if marked else 1.0
     # The ranks have built two wrappers, the first one in vain.
-    parts = [PrefixStore(key_prefix(number), store) for number in range(2)]
+    bound = timedelta(seconds=10)
+    parts = [part_of_run(store, key_prefix(number), bound) for number in range(2)]
     for part, rank in product(parts, range(8)):
         part.add(f"starts/{rank}", 1)
     # Of eight ranks, and of a second process of rank 3.
     beats = [
-        Heartbeat(BoundedStore(part, timedelta(seconds=10)), rank, stale_after)
+        Heartbeat(part_of_run(store, key_prefix(1), bound), rank, stale_after)
         for rank in (*range(8), 3)
     ]
     *ranks, second = beats

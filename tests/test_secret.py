@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.comm.secret import private, prove
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.secret import prove
+from decent_optim_wrapper.comm.store import BoundedStore, part_of_run
 from decent_optim_wrapper.elastic.launcher.program import Program
 from decent_optim_wrapper.elastic.launcher.rank_process import RankProcess
 
@@ -68,7 +69,7 @@ def write_as_a_stranger(store: Any, prefixes: list[str], stop: Event) -> None:
     seen: list[tuple[str, bytes]] = []
     while not stop.wait(0.02):
         for prefix in prefixes:
-            for key in (f"{prefix}decent_optim_wrapper/rendezvous 0/{key}" for key in KEYS):
+            for key in (f"decent_optim_wrapper/rendezvous 0{prefix}/{key}" for key in KEYS):
                 for value in (
                     b"\xff\xfe",
                     b"[0]",
@@ -78,10 +79,10 @@ def write_as_a_stranger(store: Any, prefixes: list[str], stop: Event) -> None:
                     store.set(key, value)
         # Where keys can be listed, also what is of this run: other keys with its values.
         if not seen and hasattr(store, "list_keys"):
-            names = [each for each in store.list_keys() if "rendezvous 0/epoch" in each]
-            seen = [(each, store.get(each)) for each in names]
+            names = [each for each in store.list_keys() if each.endswith("/epoch")]
+            seen = [(each, store.get(each)) for each in names if each.count(" ") == 2]
             for name, value in seen:
-                store.set(name.partition("/")[2], value)
+                store.set(f"{name.rpartition(' ')[0]}/epoch", value)
 
 
 @pytest.fixture
@@ -90,9 +91,11 @@ def strange() -> Iterator[StoreProcess]:
     with StoreProcess() as served:
         store: Any = served.connect(0)
         stop = Event()
-        prefixes = ["", f"{secrets.token_hex(32)}/", f"{seal(OTHER, 'run x')}/"]
+        name = "name decent_optim_wrapper/rendezvous 0 x"
+        prefixes = ["", f" {secrets.token_hex(32)}", f" {seal(OTHER, name)}"]
         # A nonce of his own helps him as little.
-        store.set(f"decent_optim_wrapper/nonce {seal(SECRET, 'key')}", b"x\xff")
+        key = "decent_optim_wrapper/nonce"
+        store.set(f"{key} {seal(SECRET, f'name {key} ')}", b"x\xff")
         thread = Thread(target=write_as_a_stranger, args=(store, prefixes, stop))
         thread.start()
         yield served
@@ -121,6 +124,51 @@ def test_a_stranger_who_writes_all_the_time_changes_nothing(
     assert not any(SECRET in log or repr(SECRET).encode()[2:-1] in log for log in logs)
 
 
+# What ranks would believe, for a part of the store in which four ranks train.
+LIES = {
+    **{"1/dead": "[1, 2]", "2/join_request": "1", "heartbeat/2": "0 0 0 0 "},
+    **{"2/members": "[0]", "3/members": "[0, 1, 2]", "2/note/1": "[0, true, 0, null]"},
+    "1/failures/error": '{"ranks": [3], "error": "ValueError: a lie", "out_of_order": false}',
+    **{"1/failures/lost/3": "[2]", "2/failures/lost/0": "[2]"},
+}
+
+
+def tell_lies(store: Any, how: str) -> None:
+    """Write under the keys of a run that somebody has listed."""
+    names = [each for each in store.list_keys() if "rendezvous 0 " in each]
+    (place,) = {each.partition("/heartbeat/")[0] for each in names if "/heartbeat/" in each}
+    copied = store.get(f"{place}/heartbeat/0")
+    failures = f"failures {seal(SECRET, 'name failures ')}"
+    for key, lie in LIES.items():
+        lies = {"plain": lie, "garbage": b"\xff\xfe", "copied": copied, "signed": seal(OTHER, lie)}
+        text = f"{lies[how]} {lie}" if how == "signed" else lies[how]
+        store.set(f"{place}/{key.replace('failures', failures)}", text)
+
+
+@pytest.mark.parametrize("how", ["plain", "garbage", "copied", "signed"])
+def test_what_a_stranger_writes_under_listed_keys_is_passed_over(how: str, tmp_path: Path) -> None:
+    with StoreProcess() as served:
+        make = partial(with_secret, SECRET, tmp_path, served.connect)
+        options: Any = {"topology": "ring", "timeout": 20.0, "make_store": make}
+        with RestartableProcesses(4, train, **options) as ranks:
+            ranks.all_reach("joined")
+            ranks.wait_for_round(0, 3)
+            tell_lies(served.connect(0), how)
+            ranks.wait_for_round(0, 60)
+            ranks.kill(1)
+            ranks.wait_for_members(0, (0, 2, 3))
+            ranks.start(1)
+            ranks.wait_for_members(0, (0, 1, 2, 3))
+            lives = ranks.end()
+    assert [life.members for life in lives] == [(0, 1, 2, 3)] * 4
+    assert lives[0].changes == [((0, 1, 2, 3), (0, 2, 3)), ((0, 2, 3), (0, 1, 2, 3))]
+    assert lives[0].params != lives[0].start
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    # Once for each key that a process reads.
+    assert any(f"'2/members' {LINE}" in log for log in logs)
+    assert all(log.count(f"under {key!r} {LINE}") <= 1 for log in logs for key in LIES)
+
+
 def start_with(rank: int, port: int, secrets: list[bytes | None], folder: Path) -> str:
     make = partial(connect, "127.0.0.1", port)
     store = with_secret(secrets[rank], folder, make, rank)
@@ -141,25 +189,48 @@ def test_ranks_with_different_secrets_say_so_at_the_timeout(
 
 
 def test_runs_on_one_store_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = launcher_store()
-    parts = []
-    for secret in (SECRET, SECRET, OTHER):
+    store, bound = launcher_store(), timedelta(seconds=20)
+
+    def part(store: Any, secret: bytes) -> BoundedStore:
         monkeypatch.setitem(os.environb, b"DECENT_SECRET", secret)
-        parts.append(private(PrefixStore("all", store)))
-    parts[0].set("key", "mine")
-    assert parts[1].get("key") == b"mine"
-    assert not parts[2].check(["key"])
+        return part_of_run(PrefixStore("all", store), "part", bound)
+
+    part(store, SECRET).set("key", "mine")
+    assert part(store, SECRET).get("key") == "mine"
+    assert not part(store, OTHER).check(["key"])
     # A later run on the same port has another store, and so another nonce.
     later = launcher_store()
-    monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
-    private(PrefixStore("all", later)).set("key", "later")
+    part(later, SECRET).set("key", "later")
     (name,) = (key for key in later.list_keys() if key.endswith("/key"))
     assert name not in store.list_keys()
     monkeypatch.setitem(os.environb, b"DECENT_SECRET", b"")
     with pytest.raises(ValueError, match="got an empty one"):
-        private(store)
+        part_of_run(store, "part", bound)
     monkeypatch.delitem(os.environb, b"DECENT_SECRET")
-    assert private(store) is store
+    part_of_run(store, "part", bound).set("key", "open")
+    assert store.get("part/key").endswith(b" open")
+
+
+def test_a_value_of_a_stranger_is_missing_until_a_rank_writes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
+    store: Any = launcher_store()
+    part = part_of_run(store, "part", timedelta(seconds=20))
+    part.set("mine", "a value")
+    (place,) = (each.removesuffix("/mine") for each in store.list_keys() if "/mine" in each)
+    for lie in (b"", b"\xff", b"a value", store.get(f"{place}/mine"), seal(OTHER, "x").encode()):
+        store.set(f"{place}/key", lie)
+        assert part.find("key") is None
+        assert not part.check(["key", "mine"])
+        assert part.get_all(["key", "mine"]) == ["", "a value"]
+        # As if there were none: the first rank that writes one decides.
+        assert part.compare_set("key", "", "first") == "first"
+        assert part.compare_set("key", "", "second") == "first"
+        assert part.compare_set("key", "first", "third") == "third"
+        store.set(f"{place}/key", lie)
+        assert part.compare_set("key", "third", "fourth") == "fourth"
+        assert part.find("key") == "fourth"
 
 
 def launch_with_a_secret(command: Any) -> int:
@@ -189,16 +260,20 @@ def test_the_launcher_passes_the_secret_on_and_shows_it_to_nobody(tmp_path: Path
 
 def test_no_stranger_says_that_a_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without elastic, on the store of a process group."""
-    store = launcher_store()
-    lie = json.dumps([1, "ValueError: a lie", False])
-    store.set("error", lie)
-    store.set("lost/1", "[]")
+    store: Any = launcher_store()
+    FailureReports(store.clone(), 1).note_error(ValueError("a lie"))
+    FailureReports(store.clone(), 1).note([])
     assert FailureReports(store.clone(), 0).find([1], silent=False).error == "ValueError: a lie"
     monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
     here, there = (FailureReports(store.clone(), rank) for rank in range(2))
     assert here.find([1], silent=False) == PeerLoss([1])
     there.note_error(ValueError("no data"))
     assert here.find([1], silent=False).error == "ValueError: no data"
+    # Nor one in another group, by what a rank has written in this one.
+    (name,) = (key for key in store.list_keys() if re.fullmatch("failures .*/error", key))
+    store.set(f"1/{name}", store.get(name))
+    other = FailureReports(PrefixStore("1", store.clone()), 0, "1")
+    assert other.find([1], silent=False) == PeerLoss([1])
     monkeypatch.setitem(os.environb, b"DECENT_SECRET", OTHER)
     assert FailureReports(store.clone(), 0).find([1], silent=False) == PeerLoss([1])
 
@@ -212,7 +287,7 @@ def test_a_password_of_the_store_is_in_no_repr(tmp_path: Path) -> None:
 
 def test_nothing_that_uses_the_secret_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environb, b"DECENT_SECRET", SECRET)
-    part = BoundedStore(private(launcher_store()), timedelta(seconds=5))
+    part = part_of_run(launcher_store(), "part", timedelta(seconds=5))
     part.set("key", "value")
     assert part.find("key") == "value"
     assert SECRET not in repr(vars(part)).encode()

@@ -35,8 +35,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import PeerError
+from decent_optim_wrapper.comm import secret
 from decent_optim_wrapper.comm.process_groups import new_communicator
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.store import BoundedStore, part_of_run
 from decent_optim_wrapper.elastic.membership.ended import key_prefix
 from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE, Note
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
@@ -247,7 +248,7 @@ def test_a_rank_that_comes_back_when_nobody_trains_waits_for_one_timeout(others:
     store = HashStore()
     ranks = rendezvous(store, 3, timeout=2.0)
     assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
-    own = PrefixStore(key_prefix(0), store)
+    own = part_of_run(store, key_prefix(0), timedelta(seconds=20))
     if others == "left out":
         # Rank 1 is alive, but rank 0 has gone on alone, and has ended.
         own.set("2/members", "[0]")
@@ -265,13 +266,14 @@ def test_a_rank_that_comes_back_when_nobody_trains_waits_for_one_timeout(others:
 def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
     """After a cut the kernel sends it once more: only two come from a living process."""
     store = HashStore()
-    store.set("heartbeat/0", "1 0 1 ")
-    own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
-    late = threading.Timer(0.1, store.set, ("heartbeat/0", "1 1 1 "))
+    bounded = BoundedStore(store, timedelta(seconds=20))
+    bounded.set("heartbeat/0", "1 0 1 host:1 ")
+    own = Heartbeat(bounded.another(timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
+    late = threading.Timer(0.1, bounded.set, ("heartbeat/0", "1 1 1 host:1 "))
     late.start()
     assert not own.is_taken()
     late.join()
-    assert store.get("heartbeat/0") == b"1 1 1 "
+    assert bounded.get("heartbeat/0") == "1 1 1 host:1 "
 
 
 class Relay:
@@ -323,7 +325,7 @@ class Relay:
 
 def beat_counts(server: Store, size: int) -> list[int]:
     """The numbers of the last heartbeats."""
-    own = PrefixStore(key_prefix(0), server)
+    own = part_of_run(server, key_prefix(0), timedelta(seconds=20))
     return [int(own.get(f"heartbeat/{rank}").split()[1]) for rank in range(size)]
 
 
@@ -355,7 +357,7 @@ def test_a_store_that_does_not_answer_for_the_timeout_is_logged_once() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay, lines = Relay(server.port), list[str]()
     relayed = TCPStore("127.0.0.1", relay.port, is_master=False)
-    own = BoundedStore(PrefixStore(key_prefix(0), relayed), timedelta(seconds=1))
+    own = part_of_run(relayed, key_prefix(0), timedelta(seconds=1))
     heartbeat = Heartbeat(own, rank=0, stale_after=SILENT)
     logger.enable("decent_optim_wrapper")
     sink = logger.add(lambda message: lines.append(message.record["message"]))
@@ -391,6 +393,6 @@ def test_values_that_no_rank_writes_are_passed_over(value: bytes) -> None:
     time.sleep(2 * SILENT)
     wait_for_heartbeats(store, 2)
     assert not any(rank.is_due() for rank in ranks)
-    # The epoch whose list of members nobody can read is left out.
+    # A list of members that is there already is replaced.
     assert gather(ranks, HAS_STATE) == [(0, 1)] * 2
-    assert own.get("epoch") == b"3"
+    assert secret.verified(key_prefix(0), "epoch", own.get("epoch").decode()) == "2"

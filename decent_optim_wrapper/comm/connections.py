@@ -55,6 +55,7 @@ class Connections:
         members: the ranks, as numbered at the start.
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
+        place: which part of a store that is, for a signature of these reports.
         user_group: the same as `world` if that is the user's own, which is never closed here.
         should_stop: returns True to give up a wait for other ranks, because a member is dead, has
             lost a peer or comes back, so that all members meet again. `never` if they do not.
@@ -65,6 +66,7 @@ class Connections:
     members: tuple[int, ...]
     timeout: timedelta
     store: Any | None = None
+    place: str = ""
     user_group: Any | None = None
     should_stop: Callable[[], bool] = never
 
@@ -85,7 +87,7 @@ class Connections:
         self.gpus: list[torch.device] = []
         # The name of the backend that exchanges tensors; empty for a world of one rank.
         self._backend = "" if world is None else exchange_backend(world).name()
-        self._reports = FailureReports(self.store, self.initial_rank)
+        self._reports = FailureReports(self.store, self.initial_rank, self.place)
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
         after_fork(self._leave_to_parent)

@@ -7,14 +7,15 @@ its neighbours would then consider this healthy rank as lost.
 from __future__ import annotations
 
 import json
-import operator
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from decent_optim_wrapper.comm.secret import named
-from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
+from torch._C._distributed_c10d import PrefixStore
+
+from decent_optim_wrapper.comm import secret
+from decent_optim_wrapper.comm.store import BoundedStore, from_json
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
 Result = TypeVar("Result")
@@ -91,19 +92,20 @@ class FailureReports:
     Args:
         store: a connection of this transport to the store of its ranks; None if there is none.
         rank: this rank, as numbered at the start.
+        place: which part of a store it is; a report that is copied to another part is none there.
     """
 
-    def __init__(self, store: Any | None, rank: int) -> None:
-        # Otherwise any process that finds the store could say that a rank has failed.
-        store = named(store, "failures")
-        self._store = None if store is None else BoundedStore(store, _STORE_TIMEOUT, ours=True)
+    def __init__(self, store: Any | None, rank: int, place: str = "") -> None:
+        name = secret.named("failures")
+        part, place = store and PrefixStore(name, store), f"{place}/{name}"
+        self._store = None if part is None else BoundedStore(part, _STORE_TIMEOUT, place, ours=True)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
         """Note that this rank itself failed; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
-        note = json.dumps([self._rank, text, isinstance(error, CallOrderError)])
-        self._try(lambda store: store.compare_set("error", "", note))
+        note = PeerLoss([self._rank], text, out_of_order=isinstance(error, CallOrderError))
+        self._try(lambda store: store.compare_set("error", "", json.dumps(note._asdict())))
 
     def note(self, suspects: Sequence[int]) -> None:
         """Note the ranks that may be lost, before the connections are closed; none at the end.
@@ -158,7 +160,7 @@ class FailureReports:
             if rank in seen:
                 continue
             seen.add(rank)
-            if (lost := read_json(_key(rank), store.find(_key(rank)), rank_list, None)) is None:
+            if (lost := from_json(store.find(_key(rank)), None)) is None:
                 silent.append(rank)
             elif lost:
                 pending += lost
@@ -181,9 +183,5 @@ def _key(rank: int) -> str:
 
 
 def _read_error(store: BoundedStore) -> PeerLoss | None:
-    return read_json("error", store.find("error"), _error, None)
-
-
-def _error(value: Any) -> PeerLoss:
-    rank, text, out_of_order = value
-    return PeerLoss(ranks=[operator.index(rank)], error=str(text), out_of_order=bool(out_of_order))
+    found = from_json(store.find("error"), None)
+    return None if found is None else PeerLoss(**found)

@@ -1,9 +1,9 @@
 """A secret that the processes of a run share keeps all others out of its store and its groups.
 
-What the processes write to a store has keys that begin with an HMAC over a nonce of the run. So
-strangers, runs with another secret and processes of an earlier run write other keys, which nobody
-reads. Whoever lists the keys can write there, too, but does not become a member of a group: its
-members show each other that they have the secret.
+What the processes write to a store has keys with an HMAC over a nonce of the run. So strangers,
+runs with another secret and processes of an earlier run write other keys, which nobody reads.
+Whoever lists the keys can write there, too, but no value that counts: each has an HMAC over its key
+and itself. And the members of a group show each other that they have the secret.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
-
-from decent_optim_wrapper.comm.store import as_text, cloned
 
 # The place of a peer in a group, and the tag that selects a connection to it.
 Link = tuple[int, int]
@@ -25,34 +22,33 @@ Link = tuple[int, int]
 _VARIABLE = b"DECENT_SECRET"
 
 
-def private(store: Any) -> Any:
-    """The part of a store that only this run finds; without a secret, the whole store.
-
-    The first process of the run writes a nonce.
-
-    Args:
-        store: the store of a run.
-
-    Raises:
-        DistError: the store is gone.
-        ValueError: the secret is empty.
-    """
-    if _VARIABLE not in os.environb:
-        return store
-    # Of this secret: another run with another secret has a nonce of its own. The caller may give up
-    # while a call hangs, which must not block the store for others.
-    key = f"decent_optim_wrapper/nonce {_mac('key')}"
-    nonce = cloned(store).compare_set(key, "", secrets.token_hex(16))
-    return named(store, f"run {as_text(nonce)}")
+def is_set() -> bool:
+    """Return whether the processes share a secret."""
+    return _VARIABLE in os.environb
 
 
-def named(store: Any, name: str) -> Any:
-    """A part of a store, if there is one, that has another name for each secret; without one, all.
+def named(name: str, nonce: str = "") -> str:
+    """A name with an HMAC over it and a nonce; without a secret, the name alone.
 
     Raises:
         ValueError: the secret is empty.
     """
-    return store if None in (store, os.environb.get(_VARIABLE)) else PrefixStore(_mac(name), store)
+    return f"{name} {_mac(f'name {name} {nonce}')}" if is_set() else name
+
+
+def signed(place: str, key: str, value: str) -> str:
+    """A value behind an HMAC over the part of the store, the key and the value.
+
+    Without a secret anybody can make one.
+    """
+    return f"{_mac(str([place, key, value]))} {value}"
+
+
+def verified(place: str, key: str, text: str) -> str | None:
+    """The value of a text that `signed` has returned for this key; None for another text."""
+    value = text.partition(" ")[2]
+    expected = signed(place, key, value)
+    return value if hmac.compare_digest(expected.encode(), text.encode()) else None
 
 
 def prove(group: Any, timeout: timedelta) -> None:
@@ -89,7 +85,7 @@ def _exchange(group: Any, texts: dict[Link, str], timeout: timedelta) -> dict[Li
     works += [group.send([message], *link) for link, message in sent.items()]
     for work in works:
         work.wait(timeout)
-    return {link: as_text(bytes(message.tolist())) for link, message in found.items()}
+    return {k: bytes(message.tolist()).decode(errors="replace") for k, message in found.items()}
 
 
 def _mac(text: str) -> str:

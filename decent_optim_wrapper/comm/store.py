@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import operator
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from loguru import logger
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from decent_optim_wrapper.comm.background import Result
+from decent_optim_wrapper.comm import secret
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.warn import warn
-
-Default = TypeVar("Default")
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
@@ -36,6 +35,8 @@ _LEAST_SECONDS_TO_CONNECT = 12.0
 WARN_AFTER_SECONDS = 60.0
 # How long torch tries to connect again, and the pause before.
 _RECONNECT, _PAUSE = timedelta(seconds=3), 0.1
+# How often one write replaces a value that no process of the run has written.
+_REPLACEMENTS = 8
 
 
 def cloned(store: Any) -> Any:
@@ -134,15 +135,18 @@ def warn_of(late: Sequence[int], rank: int) -> None:
 class BoundedStore:
     """A store whose calls have a deadline, over another connection after one was closed.
 
+    Its values are signed, and those of others count as missing.
+
     Args:
         store: the store; it is cloned, not used itself.
         timeout: how long the store may be silent. Only waits for an answer count: between two calls
             the store owes none, and time in which this process is stopped is not its silence.
+        place: which part of a store it is: a value that is copied to another part is none there.
         ours: whether only this object uses the store, so that it is cloned only after a failure.
     """
 
-    def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
-        self._store = store
+    def __init__(self, store: Any, timeout: timedelta, place: str = "", ours: bool = False) -> None:
+        self._store, self.place = store, place
         # What is cloned for the next connection.
         self._source = store
         self._connection: Any | None = store if ours else None
@@ -160,23 +164,30 @@ class BoundedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value; sending it does not count as an answer of the store."""
+        value = secret.signed(self.place, key, value)
         self._call(lambda store: store.set(key, value), answers=False)
 
     def get(self, key: str) -> str:
-        """The value of an existing key."""
-        return as_text(self._call(lambda store: store.get(key)))
+        """The value of an existing key; empty if it is a stranger's."""
+        return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
         """The values of existing keys, in one call if the store can."""
-        return [as_text(each) for each in self._call(lambda store: values_of(store, list(keys)))]
+
+        def read(store: Any) -> list[bytes]:
+            return store.multi_get([*keys]) if store.has_extended_api() else [*map(store.get, keys)]
+
+        found = self._call(read)
+        return [self._read(*each) or "" for each in zip(keys, found, strict=True)]
 
     def find(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""
         return self.get(key) if self.check([key]) else None
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all the keys exist."""
-        return bool(self._call(lambda store: store.check(list(keys))))
+        """Return whether all the keys have values."""
+        exist = self._call(lambda store: store.check([*keys]))
+        return bool(exist) and "" not in self.get_all(keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
@@ -190,11 +201,16 @@ class BoundedStore:
 
         "" expects a key without a value.
         """
-        return as_text(self._call(lambda store: store.compare_set(key, expected, desired)))
+        found, new = (each and secret.signed(self.place, key, each) for each in (expected, desired))
+        for _ in range(_REPLACEMENTS):
+            found = self._call(operator.methodcaller("compare_set", key, found, new))
+            if (value := self._read(key, found)) is not None:
+                return value
+        raise DistStoreError(f"a stranger writes under {key!r} again and again")
 
     def another(self, timeout: timedelta) -> BoundedStore:
         """The same store over another connection, with another timeout."""
-        return BoundedStore(self._source, timeout)
+        return BoundedStore(self._source, timeout, self.place)
 
     def clone(self) -> Any:
         """Another connection, whose calls have no deadline: for a thread that nothing waits for."""
@@ -203,6 +219,12 @@ class BoundedStore:
     def note_answer(self) -> None:
         """Note that the store has answered over another connection."""
         self._silent = 0.0
+
+    def _read(self, key: str, found: bytes) -> str | None:
+        """A value as text; None, and it is logged once, if no process of the run has written it."""
+        if (value := secret.verified(self.place, key, as_text(found))) is None:
+            note_stranger(key)
+        return value
 
     def _call(
         self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS, answers: bool = True
@@ -243,11 +265,31 @@ class BoundedStore:
         return answer
 
 
-def values_of(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of existing keys of any store of torch's."""
-    if store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
+def part_of_run(store: Any, name: str, timeout: timedelta, ours: bool = False) -> BoundedStore:
+    """A part of a store, which only this run finds if its processes share a secret.
+
+    Args:
+        store: as for `BoundedStore`.
+        name: of the part.
+        timeout: as for `BoundedStore`.
+        ours: as for `BoundedStore`.
+
+    Raises:
+        DistError: the store is gone.
+        ValueError: the secret is empty.
+    """
+    place = secret.named(name, nonce_of_run(store))
+    return BoundedStore(PrefixStore(place, store), timeout, place, ours)
+
+
+def nonce_of_run(store: Any) -> str:
+    """What the first process of a run with a secret has written; empty without one."""
+    if not secret.is_set():
+        return ""
+    # Another run with another secret has a nonce of its own. The caller may give up while a call
+    # hangs, which must not block the store for others.
+    key = secret.named("decent_optim_wrapper/nonce")
+    return as_text(cloned(store).compare_set(key, "", secrets.token_hex(16)))
 
 
 def as_text(value: bytes) -> str:
@@ -255,33 +297,9 @@ def as_text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
-def read_json(
-    key: str, text: str | None, build: Callable[[Any], Result], default: Default
-) -> Result | Default:
-    """What a rank has written as JSON; `default` if there is no value, or none that a rank writes.
-
-    Args:
-        key: where it is.
-        text: the value; None if there is none.
-        build: makes the result; one of its errors says that this is something else.
-        default: see above. A value that no rank writes is logged once.
-    """
-    if text is None:
-        return default
-    try:
-        return build(json.loads(text))
-    except (ValueError, TypeError, LookupError, RecursionError):
-        note_stranger(key)
-        return default
-
-
-def rank_list(value: Any) -> list[int]:
-    """A value of JSON that should be a list of ranks.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    return [operator.index(each) for each in value]
+def from_json(text: str | None, default: Any) -> Any:
+    """What a rank has written as JSON; `default` if there is no value of this run."""
+    return json.loads(text) if text else default
 
 
 @cache

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from decent_optim_wrapper.comm import interfaces
-from decent_optim_wrapper.comm.secret import private
-from decent_optim_wrapper.start.membership import HAVE_MET
+from decent_optim_wrapper.comm.store import part_of_run
+from decent_optim_wrapper.start.membership import FIRST_MEETING
 from decent_optim_wrapper.warn import warn
 
 # In the order of the fields of `Launch` after its launcher.
@@ -101,8 +101,8 @@ def init_distributed(
         timeout: timeout of collectives; None takes torch's default.
         interface: network interface of gloo, NCCL and the store that rank 0 serves, such as "wg0";
             they listen on its address only. None takes the variable DECENT_INTERFACE. Without one,
-            the first rank of a node warns if it listens on a public address; see "Machines at
-            several sites".
+            the first rank of each of several nodes warns if it listens on a public address; see
+            "Machines at several sites".
 
     Returns:
         Rank, world size, local rank, device and local world size. With nccl the device is the CUDA
@@ -299,7 +299,7 @@ def _find_store(launch: Launch, interface: str | None, timeout: timedelta) -> di
             # Our launcher starts a rank alone again. The others may have met in the process group
             # that all entered at first, whose keys have this prefix.
             stores.append(PrefixStore("default_pg/0/", stores[0]))
-        if any(private(each).check([HAVE_MET]) for each in stores):
+        if any(part_of_run(each, FIRST_MEETING, timeout).check(["epoch"]) for each in stores):
             raise RuntimeError(
                 f"rank {launch.rank}: this process is started again in a run with elastic, whose "
                 f"process group it cannot enter; leave init_distributed() out of the script, and "

@@ -22,8 +22,8 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.model_state import ModelState
 
-# The key that exists in a store once ranks have met there for their first wrapper.
-HAVE_MET = "decent_optim_wrapper/rendezvous 0/epoch"
+# The part of a store in which the ranks meet for their first wrapper; it has "epoch" after that.
+FIRST_MEETING = "decent_optim_wrapper/rendezvous 0"
 
 
 class StoreWorld(NamedTuple):

@@ -39,10 +39,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
-from decent_optim_wrapper.comm.secret import private
+from decent_optim_wrapper.comm.store import part_of_run
 from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 HOST = "127.0.0.1"
@@ -105,8 +105,8 @@ def prepare_ours(stale_after: float) -> Train:
     model, base = build()
     optimizer = DecentOptimWrapper(base, timeout=30, elastic=Elastic(stale_after=stale_after))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = private(TCPStore(address, port, is_master=False))
-    meetings = PrefixStore(key_prefix(0), store)
+    store = TCPStore(address, port, is_master=False)
+    meetings = part_of_run(store, key_prefix(0), timedelta(seconds=PATIENCE), ours=True)
 
     def train() -> tuple[int, int]:
         members = optimizer.members

@@ -48,7 +48,7 @@ import netlab
 import torch
 from faults import HARMLESS, LEAST, LINKS, Injector, Kind, draw_faults
 from torch import nn
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from decent_optim_wrapper import (
     AsItArrives,
@@ -56,6 +56,7 @@ from decent_optim_wrapper import (
     Elastic,
     GradientTracking,
 )
+from decent_optim_wrapper.comm.store import part_of_run
 from decent_optim_wrapper.elastic.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
@@ -344,10 +345,10 @@ def keep_store(host: Host, pipe: Connection) -> None:
     store = TCPStore(host.address, 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     # The ranks count their recoveries here.
-    meetings, last = PrefixStore(key_prefix(0), store), b""
+    meetings, last = part_of_run(store, key_prefix(0), timedelta(seconds=20)), ""
     # Until the launcher has ended.
     while not pipe.poll(EPOCH_SECONDS):
-        if meetings.check(["epoch"]) and (epoch := meetings.get("epoch")) != last:
+        if (epoch := meetings.find("epoch") or "") != last:
             last = epoch
             pipe.send(epoch)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.comm.interfaces import serve, socket_variables
-from decent_optim_wrapper.comm.secret import private
+from decent_optim_wrapper.comm.store import nonce_of_run
 from decent_optim_wrapper.elastic.launcher.console import Console
 from decent_optim_wrapper.elastic.launcher.nodes import Nodes
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
@@ -55,7 +55,7 @@ def launch(options: LaunchOptions) -> int:
         logs = options.log_dir or Path(tempfile.gettempdir()) / f"{_NAME}_{uuid.uuid4().hex}"
         console = Console()
         place = options.node_rank, options.nnodes, None if options.store else 0
-        nodes = Nodes(lambda: private(connect()), *place, console.say)
+        nodes = Nodes(connect, *place, console.say)
         program = _program(options, environ)
         first, keeps_all = options.node_rank * options.nproc_per_node, options.log_dir is not None
         ranks = [
@@ -125,7 +125,7 @@ def _find_meeting(options: LaunchOptions) -> tuple[dict[str, str], Callable[[], 
 
     if options.node_rank == 0:
         # At once, before anybody brings the nonce of an earlier run.
-        private(served := serve(host, port, options.interface))
+        nonce_of_run(served := serve(host, port, options.interface))
         # A clone has a connection of its own, which may be lost; the store goes on.
         port, connect = served.port, served.clone
     environ = {

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.store import values_of
+from decent_optim_wrapper.comm.store import BoundedStore, part_of_run
 from decent_optim_wrapper.errors import text_of
 
 PAUSE = 1.0
@@ -53,7 +52,7 @@ class Nodes:
         # The other node with which the store would be lost.
         self._keeper = None if self.keeper == self.node else self.keeper
         # The last beat of each node, and the looks since it was new.
-        self._beats = [(b"", 0)] * self.nnodes
+        self._beats = [("", 0)] * self.nnodes
         # The last look; before the first one, the store may still have to start.
         self._looked = float("inf")
         self._stop = threading.Event()
@@ -90,7 +89,7 @@ class Nodes:
 
     def _waits_for_others(self) -> bool:
         others = (each for node, each in enumerate(self._beats) if node != self.node)
-        go_on = any(looks < _LOOKS and beat != b"ended" for beat, looks in others)
+        go_on = any(looks < _LOOKS and beat != "ended" for beat, looks in others)
         return go_on and self.keeper == self.node and not self._is_silent()
 
     def _is_silent(self) -> bool:
@@ -100,7 +99,8 @@ class Nodes:
         said = 0.0
         while not self._stop.is_set():
             try:
-                self._beat(PrefixStore("decent_optim_wrapper/launcher", self.connect()))
+                store, name = self.connect(), "decent_optim_wrapper/launcher"
+                self._beat(part_of_run(store, name, timedelta(seconds=SILENT_SECONDS), ours=True))
             except RuntimeError as error:
                 # It should have started by now, even if it has never answered.
                 self._looked = min(self._looked, time.monotonic())
@@ -111,7 +111,7 @@ class Nodes:
                     )
                 self._stop.wait(PAUSE)
 
-    def _beat(self, store: Any) -> None:
+    def _beat(self, store: BoundedStore) -> None:
         keys = [*(f"node/{node}" for node in range(self.nnodes)), "finished"]
         for key in keys:
             # A store waits for a missing key.
@@ -119,12 +119,12 @@ class Nodes:
         is_last = False
         while not is_last:
             is_last = self._stop.is_set()
-            *beats, finished = values_of(store, keys)
+            *beats, finished = store.get_all(keys)
             self._beats = [
                 (new, looks + 1 if new == old else 0)
                 for new, (old, looks) in zip(beats, self._beats, strict=True)
             ]
-            self.finished = self.finished or finished == b"yes"
+            self.finished = self.finished or finished == "yes"
             if self.finished:
                 store.set("finished", "yes")
             # No two beats are the same.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
-from decent_optim_wrapper.comm.store import as_text
+from decent_optim_wrapper.comm.store import part_of_run
 from decent_optim_wrapper.elastic.membership.heartbeat import beat_key, process_name
 from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat
 
@@ -23,10 +22,10 @@ def mark_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
         pid: the process, on this host. If the store knows another one, such as a later one,
             nothing changes.
     """
-    store, key, number = connect(), beat_key(rank), 0
+    store, key, number, timeout = connect(), beat_key(rank), 0, timedelta(seconds=30)
     # A wrapper whose constructor has failed there may have sent no heartbeat.
-    while (part := PrefixStore(key_prefix(number), store)).check([starts_key(rank)]):
-        beat = as_text(part.get(key)) if part.check([key]) else ENDED
+    while (part := part_of_run(store, key_prefix(number), timeout, True)).add(starts_key(rank), 0):
+        beat = part.find(key) or ENDED
         if Beat.parse(beat).process == process_name(pid):
             part.compare_set(key, beat, ENDED + Beat.parse(beat).text)
         number += 1

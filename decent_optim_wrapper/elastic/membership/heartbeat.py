@@ -14,7 +14,7 @@ from datetime import timedelta
 from loguru import logger
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.store import BoundedStore, rank_list, read_json
+from decent_optim_wrapper.comm.store import BoundedStore, from_json
 from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat, EpochWatch
 from decent_optim_wrapper.errors import text_of
 
@@ -202,7 +202,8 @@ class Heartbeat:
         epoch, watched = watch.epoch, watch.watched
         keys = [_dead_key(epoch), request_key(epoch + 1), *map(beat_key, watched)]
         dead, requested, *beats = store.get_all(keys)
-        listed, asked = read_json(keys[0], dead, rank_list, []), requested != _NOBODY
+        # A stranger's value is empty, and asks for nothing.
+        listed, asked = from_json(dead, []), requested not in ("", _NOBODY)
         if watch.look(dict(zip(watched, beats, strict=True)), listed, asked):
             # If another rank writes at the same time, the next look finds what is missing.
             store.set(keys[0], json.dumps(sorted(watch.dead)))

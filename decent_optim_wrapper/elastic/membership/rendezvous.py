@@ -20,19 +20,19 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 from loguru import logger
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.comm.secret import private
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import (
     WARN_AFTER_SECONDS,
     BoundedStore,
-    rank_list,
-    read_json,
+    from_json,
+    part_of_run,
     store_errors,
     warn_of,
 )
@@ -115,8 +115,8 @@ class Rendezvous:
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
         """The part of the run, under a prefix that no other rendezvous of this process has."""
         number, cls.built = cls.built, cls.built + 1
-        of_run = within(timeout.total_seconds(), lambda: private(store))
-        return BoundedStore(PrefixStore(key_prefix(number), of_run), timeout)
+        find = partial(part_of_run, store, key_prefix(number), timeout)
+        return within(timeout.total_seconds(), find)
 
     def heard(self) -> dict[int, str]:
         """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
@@ -197,7 +197,7 @@ class Rendezvous:
             ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
-        if self._store.check([starts_key(self.rank)]) and self._heartbeat.is_taken():
+        if self._store.add(starts_key(self.rank), 0) and self._heartbeat.is_taken():
             raise ValueError(
                 f"rank {self.rank}: another process with this rank number is alive on the same "
                 f"store; give every process a rank number of its own, and restart a rank only "
@@ -251,7 +251,7 @@ class Rendezvous:
 
     def _last_epoch(self) -> int:
         """The last epoch whose members were connected; 0 before the first one."""
-        return read_json("epoch", self._store.find("epoch"), operator.index, 0)
+        return int(self._store.find("epoch") or 0)
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
@@ -326,10 +326,9 @@ class Rendezvous:
         Raises:
             ValueError: a rank could not start, and this rank starts together with it.
         """
-        key = _members_key(epoch)
-        written = read_json(key, self._store.get(key), _members_or_failure, ())
-        if isinstance(written, tuple):
-            return written
+        written = from_json(self._store.get(_members_key(epoch)), [])
+        if isinstance(written, list):
+            return tuple(written)
         if not self._took_part and self._life <= written["life"]:
             raise ValueError(
                 f"rank {self.rank}: rank {written['rank']} could not start, and no rank goes on "
@@ -358,7 +357,7 @@ class Rendezvous:
             return None
         self._store.set("epoch", str(epoch))
         self._took_part = True
-        parts = (world, place, members, self._timeout, store)
+        parts = (world, place, members, self._timeout, store, f"{self._store.place}/{epoch}")
         return Epoch(notes=with_donor(notes), transport=Transport(*parts, should_stop=is_over))
 
     def _present(self, epoch: int) -> tuple[int, ...]:
@@ -370,23 +369,9 @@ class Rendezvous:
 
     def _notes(self, epoch: int, ranks: Sequence[int]) -> dict[int, Note]:
         """The notes of ranks that have entered."""
-        keys = [_note_key(epoch, rank) for rank in ranks]
-        texts = self._store.get_all(keys)
-        # A rank whose note cannot be read receives the state of another one.
-        notes = (read_json(*each, _note, FIRST_NOTE) for each in zip(keys, texts, strict=True))
+        texts = self._store.get_all([_note_key(epoch, rank) for rank in ranks])
+        notes = (Note(*from_json(text, FIRST_NOTE)) for text in texts)
         return dict(zip(ranks, notes, strict=True))
-
-
-def _members_or_failure(value: Any) -> tuple[int, ...] | dict[str, Any]:
-    """The members, or which rank could not start and why."""
-    if not isinstance(value, dict):
-        return tuple(rank_list(value))
-    return {"life": operator.index(value["life"]), "rank": value["rank"], "error": value["error"]}
-
-
-def _note(value: Any) -> Note:
-    round, needs_state, calls_made, summary = value
-    return Note(operator.index(round), bool(needs_state), operator.index(calls_made), summary)
 
 
 def _members_key(epoch: int) -> str:
