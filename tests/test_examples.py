@@ -146,6 +146,9 @@ PRINTED = {
     "python benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods 'the wrapper'": [
         "| 4 | the wrapper | 1 | * | 1.00 | * |"
     ],
+    "python benchmark/regroup.py --ranks 3 --times 2": [
+        *("| 3 | new | * | * | * |", "| 3 | reconfigured | * | * | * |")
+    ],
     "python benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",
         "| HSDP, bf16 | 0.500 | 0.500 |",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import lossy_link
 import netlab
 import pytest
+import step_time
 import torch
 import torch.distributed as dist
 from launched import Launched, ours
@@ -207,6 +209,17 @@ def test_an_interface_that_is_not_there_is_an_error_that_names_the_others(
     monkeypatch.setattr(os, "environ", {**os.environ, **place})
     with pytest.raises(ValueError, match="got 'wg7'"):
         init_distributed("gloo", interface="wg7")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not os.access("/dev/net/tun", os.W_OK), reason="needs TUN devices")
+def test_steps_are_timed_over_links_with_latency() -> None:
+    options = "--sizes 0.25 --ranks 2 --methods DDP --steps 2 --warmup 1 --connections 2"
+    command = [sys.executable, step_time.__file__, *options.split(), "--delay", "0.2"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    (milliseconds,) = re.findall(r"DDP, M = 0.25: (\d+) ms", printed)
+    # 0.3 s of computing, and one way of the last bucket at least.
+    assert int(milliseconds) > 500
 
 
 @pytest.mark.timeout(180)

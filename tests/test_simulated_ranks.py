@@ -233,7 +233,8 @@ def test_the_tables_of_the_page_show_the_results() -> None:
         assert table in readme
     examples = time_to_loss.RESULTS.parent.parent
     guide = (examples / "guides" / "slow_network.md").read_text()
-    for table in (regret.speed_table(regret.Point(4, 0.0, "AdamW")), regret.best_table("AdamW")):
+    point = regret.Point(4, 0.0, "AdamW")
+    for table in (regret.speed_table(point, regret.DRAWN), regret.best_table("AdamW")):
         assert table in guide
     first = " ".join((examples.parent / "README.md").read_text().split())
 
@@ -265,6 +266,15 @@ def test_the_tables_of_the_page_show_the_results() -> None:
     gap = sum(100 * (own / other - 1) for own, other in pairs) / len(pairs)
     assert f"it is {usual} times, and {short} with `comm_dtype=torch.int2`" in first
     assert f"which ends [{gap:.1f} % above DDP]" in first
+    best_others = []
+    for ranks in (4, 16):
+        others = [each for each in regret.SETTINGS if not each.startswith("the ")]
+        found_speeds = regret.speeds(regret.Point(ranks, 0.0, "AdamW"), others)
+        best_others.append(max((row[4.0], name) for name, row in found_speeds.items()))
+    (few, of_few), (many, of_many) = best_others
+    assert of_many == "DDP, PowerSGD 4"
+    best_other = of_few.replace(",", " with")
+    assert f"methods are {best_other}, {few:.1f} times, and PowerSGD, {many:.1f} times." in first
     for name, method in {
         "DDP": "DDP",
         "`DecentOptimWrapper(base, model=model)`": "the wrapper",
@@ -279,6 +289,11 @@ def test_the_tables_of_the_page_show_the_results() -> None:
         row = measured or regret.row_of(regret.Point(4, 0.0, "AdamW"), method)
         cells = (f"{row[ratio]:.0f}" for ratio in (0.25, 1.0, 4.0, 8.0))
         assert f"| {name} | {' | '.join(cells)} |" in first
+
+
+def test_the_gap_over_the_size_is_drawn(tmp_path: Path) -> None:
+    time_to_loss.main(["--table", "--picture", str(tmp_path / "sizes.png")])
+    assert (tmp_path / "sizes.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_plan_reads_what_was_measured(tmp_path: Path) -> None:

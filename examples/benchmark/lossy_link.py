@@ -24,11 +24,10 @@ import struct
 import subprocess
 import time
 from collections import deque
-from contextlib import ExitStack
 
 import netlab
 
-_DEVICE, _LINK = "lossy", "eth0"
+_LINK = "eth0"
 _SET_INTERFACE, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _LONGEST_PACKET = 65_536
 
@@ -36,14 +35,16 @@ _LONGEST_PACKET = 65_536
 def open_device() -> int:
     """Make the device, and return its file."""
     device = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH", _DEVICE.encode(), _TUN | _NO_HEADER))
+    fcntl.ioctl(
+        device, _SET_INTERFACE, struct.pack("16sH", netlab.LOSSY_DEVICE.encode(), _TUN | _NO_HEADER)
+    )
     return device
 
 
 def lead_through(addresses: list[str], own: str) -> None:
     """Send packets to these addresses through the device."""
-    commands = [f"link set {_DEVICE} up"]
-    commands += [f"route add {each}/32 dev {_DEVICE} src {own}" for each in addresses]
+    commands = [f"link set {netlab.LOSSY_DEVICE} up"]
+    commands += [f"route add {each}/32 dev {netlab.LOSSY_DEVICE} src {own}" for each in addresses]
     for command in commands:
         subprocess.run(["ip", *command.split()], check=True)
 
@@ -91,17 +92,12 @@ def compare(args: argparse.Namespace) -> None:
     cells = ("connections", "seconds of a round", "Mbit/s", "segments sent again")
     print(f"| {' | '.join(cells)} |\n" + "|---" * len(cells) + "|")
     sizes, sent_before = (args.mib, args.buckets, args.rounds), 0
-    with netlab.lab(2, args.rate) as where, ExitStack() as relays:
-        # The device itself would be slower than a fast link.
-        for i, host in enumerate(where.hosts if args.loss or args.delay else ()):
-            relays.callback(netlab.lose(where, i, args.loss, args.delay, args.seed + i).kill)
-            # Linux's usual congestion control, whatever this machine uses.
-            route = f"{netlab.address(1 - i)}/32 dev {_DEVICE} src {netlab.address(i)}"
-            command = f"ip -n {host} route change {route} congctl cubic"
-            subprocess.run(command.split(), check=True)
+    with (
+        netlab.lab(2, args.rate) as where,
+        netlab.lossy(where, args.loss, args.delay, args.seed),
+    ):
         for count in args.connections:
-            # As many interfaces to gloo.
-            striped = where._replace(interface=",".join([where.interface] * count))
+            striped = where.with_connections(count)
             ranks = netlab.run(striped, 2, seconds_of_rounds, *sizes, timeout=args.timeout)
             seconds, sent_again = ranks[0]
             median = statistics.median(seconds)

@@ -171,6 +171,8 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
 }
 # For links at which an all-reduce takes at least 8 times as long as computing.
 FAR_METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
+    # As many bytes as DiLoCo 30, in as many steps.
+    "PostLocalSGD 30": partial(post_local_sgd, period=30),
     "the wrapper, pairs, delayed, top-k": partial(wrapper, overlap=True, **IN_PAIRS, **TOP_K),
     "the module, pairs, top-k": partial(module, **IN_PAIRS, **TOP_K),
     "the module, pairs, top-k 4": partial(module, **IN_PAIRS, comm_dtype=TopKCodec(4)),

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.77.0"
+# Through it go the packets that a lossy link may lose.
+LOSSY_DEVICE = "lossy"
 
 
 class Lab(NamedTuple):
@@ -38,6 +40,10 @@ class Lab(NamedTuple):
     hosts: tuple[str, ...]
     master: str
     interface: str
+
+    def with_connections(self, number: int) -> Lab:
+        """The same with as many connections for each pair of ranks."""
+        return self._replace(interface=",".join([self.interface] * number))
 
 
 def available() -> bool:
@@ -215,6 +221,22 @@ def lose(where: Lab, host: int, loss: float, delay: float = 0.0, seed: int = 0) 
     if process.stdout is None or process.stdout.readline() != "ready\n":
         raise RuntimeError("expected a TUN device for a lossy link, got none: see /dev/net/tun")
     return process
+
+
+@contextmanager
+def lossy(where: Lab, loss: float, delay: float, seed: int = 0) -> Iterator[None]:
+    """Lose and delay what all hosts send during the body, as `lose` does; TCP is cubic.
+
+    Without losses and delays nothing changes: a relay would be slower than a fast link.
+    """
+    with ExitStack() as relays:
+        for i, host in enumerate(where.hosts if loss or delay else ()):
+            relays.callback(lose(where, i, loss, delay, seed + i).kill)
+            # Linux's usual congestion control, whatever this machine uses.
+            for other in {*range(len(where.hosts))} - {i}:
+                route = f"{address(other)}/32 dev {LOSSY_DEVICE} src {address(i)}"
+                _sh(f"ip -n {host} route change {route} congctl cubic")
+        yield
 
 
 def _up(tag: str, hosts: int, rate: str) -> None:

@@ -294,10 +294,10 @@ def step_table(ranks: int, varying: float) -> str:
     return page(["ms per step", *(f"{ratio:g}" for ratio in RATIOS)], rows)
 
 
-def speed_table(point: Point) -> str:
+def speed_table(point: Point, settings: Iterable[str] = NEAR) -> str:
     """DDP's time to its loss over the time of each method, by ratio."""
     rows = []
-    for method, row in speeds(point, NEAR).items():
+    for method, row in speeds(point, settings).items():
         rows.append([method, *(f"{row[r]:.2f}" if r in row else "-" for r in RATIOS)])
     return page(["all-reduce / computing", *(f"{ratio:g}" for ratio in RATIOS)], rows)
 

@@ -6,8 +6,9 @@ Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
 with momentum, gloo, and every method with its own defaults. The times may vary from step to step,
-and rank 0 may be slower than the others. One method with 20 MiB takes 5 s of CPU time, of all ranks
-together, and 15 s in all; by default it runs all methods with three sizes.
+rank 0 may be slower than the others, and links may lose and delay packets (TUN devices needed). One
+method with 20 MiB takes 5 s of CPU time, of all ranks together, and 15 s in all; by default it runs
+all methods with three sizes.
 
 Ranks that share cores work at the same time, so they take longer than on machines of their own.
 With --slow-motion 2 (four ranks on two cores) all that takes no CPU, which is computing and the
@@ -173,12 +174,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
     text = "how many times slower than it is all that takes no CPU goes, before times are divided"
     parser.add_argument("--slow-motion", type=float, default=1.0, metavar="TIMES", help=text)
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the packets")
+    text = "seconds by which packets are late, in each direction"
+    parser.add_argument("--delay", type=float, default=0.0, help=text)
+    parser.add_argument("--seed", type=int, default=0, help="of the losses")
+    text = "for each pair of ranks, where several nodes take --interface: 16 / ranks"
+    parser.add_argument("--connections", type=int, default=1, help=text)
     picture = Path("runs/step_time.png")
     parser.add_argument("--output", type=Path, default=picture, help="the picture, with --ratios")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds of a run of a method")
     parser.add_argument("--csv", type=Path, help="file to which rows are added, with --ratios")
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
+    if args.ratios and (args.loss or args.delay):
+        parser.error("--ratios are of links without latency; pass --rate with --loss and --delay")
     args.sizes = args.sizes[:1] if args.ratios else args.sizes
     args.methods = args.methods or [*METHODS]
     return args
@@ -188,7 +198,8 @@ def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: flo
     """The mean over the ranks, without rank 0 if it is slower than the others."""
     workload = Workload(args.jitter, args.slow_factor, args.slow_motion)
     call = (measure, method, size, args.steps, args.warmup, workload)
-    ranks = netlab.run(where, args.ranks, *call, timeout=240)
+    where = where.with_connections(args.connections)
+    ranks = netlab.run(where, args.ranks, *call, timeout=args.timeout)
     if workload.slow_factor > 1:
         ranks = ranks[1:]
     means = [sum(v) / len(v) if None not in v else None for v in zip(*ranks, strict=True)]
@@ -277,7 +288,10 @@ def main() -> None:
         return
     args.rate = netlab.possible(args.rate)
     runs: dict[tuple[str, float], list[Timing]] = {}
-    with netlab.lab(args.ranks, args.rate) as where:
+    with (
+        netlab.lab(args.ranks, args.rate) as where,
+        netlab.lossy(where, args.loss, args.delay, args.seed),
+    ):
         # The methods by turns, so that whatever else the machine does falls on all of them.
         for _, size, method in product(range(args.repeats), args.sizes, args.methods):
             timing = run_cell(args, where, method, size)

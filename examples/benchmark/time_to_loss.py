@@ -472,23 +472,59 @@ def above_ddp(results: Results, row: Row) -> float | None:
     return None
 
 
+OF_SIZES = (
+    ("ours, int8", "AdamW"),
+    ("ours, complete, int4", "AdamW"),
+    ("ours, complete, int4", "AdamW, noise of 4"),
+    ("ours, complete, int3", "AdamW, noise of 4"),
+    ("ours, complete, int2", "AdamW, noise of 4"),
+    ("ours, complete, int4", "AdamW .999, noise of 4"),
+    ("ours, complete, int3", "AdamW .999, noise of 4"),
+    ("DiLoCo 30", "AdamW"),
+)
+
+
+def by_size(results: Results) -> dict[tuple[str, str], list[float | None]]:
+    """How far rows end above DDP, in percent, by the size of the model, on 4 ranks."""
+    return {
+        row: [above_ddp(results, Row(row[0], 4, row[1], size=size)) for size in SIZES]
+        for row in OF_SIZES
+    }
+
+
 def size_table(results: Results) -> str:
-    """How far rows end above DDP, by the size of the model, on 4 ranks."""
-    rows = []
-    for name, optimizer in (
-        ("ours, int8", "AdamW"),
-        ("ours, complete, int4", "AdamW"),
-        ("ours, complete, int4", "AdamW, noise of 4"),
-        ("ours, complete, int3", "AdamW, noise of 4"),
-        ("ours, complete, int2", "AdamW, noise of 4"),
-        ("ours, complete, int4", "AdamW .999, noise of 4"),
-        ("ours, complete, int3", "AdamW .999, noise of 4"),
-        ("DiLoCo 30", "AdamW"),
-    ):
-        found = [above_ddp(results, Row(name, 4, optimizer, size=size)) for size in SIZES]
-        cells = ("-" if above is None else f"{above:.1f} %" for above in found)
-        rows.append([name, optimizer, *cells])
+    """The same as a table."""
+    rows = [
+        [*row, *("-" if above is None else f"{above:.1f} %" for above in found)]
+        for row, found in by_size(results).items()
+    ]
     return page(["above DDP", "optimizer", *SIZES], rows)
+
+
+def draw_sizes(results: Results, path: Path) -> None:
+    """The same as a picture, of rows with more than one size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    places = [gpt.parameters for gpt in SIZES.values()]
+    for (name, optimizer), found in by_size(results).items():
+        points = [(at, above) for at, above in zip(places, found, strict=True) if above is not None]
+        if len(points) > 1:
+            label = f"{name}; {optimizer}"
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+    axis.axhline(0, color="0.6", linewidth=1)
+    axis.set_xscale("log")
+    axis.set_xticks(places, [*SIZES])
+    axis.minorticks_off()
+    axis.set_yscale("symlog", linthresh=2)
+    axis.set_yticks([-1, 0, 1, 2, 4, 8], ["-1", "0", "1", "2", "4", "8"])
+    axis.set(xlabel="parameters", ylabel="% above DDP at equal steps")
+    axis.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def page(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -513,6 +549,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="at most so many of the schedule")
     parser.add_argument("--results", type=Path, default=RESULTS, help="read, and written")
     parser.add_argument("--table", action="store_true", help="print what is there, and stop")
+    parser.add_argument("--picture", type=Path, help="file for the gap over the size")
     parser.add_argument("--device", default="cpu", help="of the trainings")
     parser.add_argument("--jobs", type=int, default=1, help="rows that are measured at a time")
     return parser.parse_args(arguments)
@@ -531,6 +568,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         list(each(partial(lengthen, *common), timed))
     results = Results(args.results, args.steps)
     print(table(results, args.seeds), size_table(results), sep="\n\n")
+    if args.picture:
+        draw_sizes(results, args.picture)
 
 
 if __name__ == "__main__":
