@@ -121,7 +121,8 @@ def test_a_rank_stays_unless_the_other_end_says_so_too() -> None:
     assert try_links(store, [1], any_link, limit=timedelta(seconds=0.2)) == [""]
     assert try_links(store, [1], any_link, is_over=True) == [""]
     assert not store.check(own)
-    store.set("3/begun/0", "[]")
-    store.set("3/missing/0", "[]")
+    bounded = BoundedStore(store, TIMEOUT)
+    bounded.set("3/begun/0", "[]")
+    bounded.set("3/missing/0", "[]")
     assert try_links(store, [1], any_link) == [""]
-    assert store.get(own[0]) == b"[0]"
+    assert bounded.get(own[0]) == "[0]"
