@@ -25,7 +25,7 @@ from loguru import logger
 from problem import make_params
 from ranks import launcher_store, run_processes
 from restartable_processes import RestartableProcesses, StoreProcess, connect, train, wrap_elastic
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
@@ -223,7 +223,11 @@ def test_a_value_of_a_stranger_is_missing_until_a_rank_writes_one(
         store.set(f"{place}/key", lie)
         assert part.find("key") is None
         assert not part.check(["key", "mine"])
-        assert part.get_all(["key", "mine"]) == ["", "a value"]
+        assert part.look(["key", "mine"]) == ["", "a value"]
+        # What a rank has seen a moment ago is not taken for nothing.
+        for read in (part.get, lambda key: part.get_all(["mine", key])):
+            with pytest.raises(dist.DistStoreError, match="a stranger has replaced a value"):
+                read("key")
         # As if there were none: the first rank that writes one decides.
         assert part.compare_set("key", "", "first") == "first"
         assert part.compare_set("key", "", "second") == "first"
@@ -231,6 +235,23 @@ def test_a_value_of_a_stranger_is_missing_until_a_rank_writes_one(
         store.set(f"{place}/key", lie)
         assert part.compare_set("key", "third", "fourth") == "fourth"
         assert part.find("key") == "fourth"
+    deleting = Forgetful(store)
+    part = part_of_run(deleting, "part", timedelta(seconds=20))
+    assert part.compare_set("key", "fourth", "fifth") == "fifth"
+
+
+class Forgetful(Store):
+    """Somebody replaces a value in a store before the first write, and then deletes it."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store, self._lies = store, [b"a lie"]
+
+    def compare_set(self, key: str, expected: Any, desired: str) -> Any:
+        if "nonce" in key or not self._lies:
+            return self._store.compare_set(key, expected, desired)
+        self._store.delete_key(key)
+        return self._lies.pop()
 
 
 def launch_with_a_secret(command: Any) -> int:

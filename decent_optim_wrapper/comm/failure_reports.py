@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm import secret
-from decent_optim_wrapper.comm.store import BoundedStore, from_json
+from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
 Result = TypeVar("Result")
@@ -160,7 +160,7 @@ class FailureReports:
             if rank in seen:
                 continue
             seen.add(rank)
-            if (lost := from_json(store.find(_key(rank)), None)) is None:
+            if (lost := json.loads(store.find(_key(rank)) or "null")) is None:
                 silent.append(rank)
             elif lost:
                 pending += lost
@@ -183,5 +183,5 @@ def _key(rank: int) -> str:
 
 
 def _read_error(store: BoundedStore) -> PeerLoss | None:
-    found = from_json(store.find("error"), None)
-    return None if found is None else PeerLoss(**found)
+    found = store.find("error")
+    return None if found is None else PeerLoss(**json.loads(found))

@@ -6,7 +6,6 @@ the store has. Here such calls run on separate threads and are abandoned after a
 
 from __future__ import annotations
 
-import json
 import operator
 import secrets
 import socket
@@ -168,11 +167,21 @@ class BoundedStore:
         self._call(lambda store: store.set(key, value), answers=False)
 
     def get(self, key: str) -> str:
-        """The value of an existing key; empty if it is a stranger's."""
+        """The value of an existing key."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """The values of existing keys, in one call if the store can."""
+        """The values of existing keys.
+
+        Raises:
+            DistError: a stranger has replaced one, or the store does not answer.
+        """
+        if "" in (values := self.look(keys)):
+            raise DistStoreError(f"a stranger has replaced a value under {[*keys]}")
+        return values
+
+    def look(self, keys: Sequence[str]) -> list[str]:
+        """The values of existing keys, in one call if the store can; empty if a stranger's."""
 
         def read(store: Any) -> list[bytes]:
             return store.multi_get([*keys]) if store.has_extended_api() else [*map(store.get, keys)]
@@ -182,12 +191,15 @@ class BoundedStore:
 
     def find(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""
-        return self.get(key) if self.check([key]) else None
+        return self.look([key])[0] or None if self.exist([key]) else None
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all the keys have values."""
-        exist = self._call(lambda store: store.check([*keys]))
-        return bool(exist) and "" not in self.get_all(keys)
+        return self.exist(keys) and "" not in self.look(keys)
+
+    def exist(self, keys: Sequence[str]) -> bool:
+        """Return whether all the keys have values, perhaps a stranger's."""
+        return bool(self._call(lambda store: store.check([*keys])))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, and return the sum."""
@@ -203,9 +215,11 @@ class BoundedStore:
         """
         found, new = (each and secret.signed(self.place, key, each) for each in (expected, desired))
         for _ in range(_REPLACEMENTS):
-            found = self._call(operator.methodcaller("compare_set", key, found, new))
-            if (value := self._read(key, found)) is not None:
+            answer = self._call(operator.methodcaller("compare_set", key, found, new))
+            if (value := self._read(key, answer)) is not None:
                 return value
+            # For a key that is missing by now, a store returns what was expected.
+            found = "" if answer == found else answer
         raise DistStoreError(f"a stranger writes under {key!r} again and again")
 
     def another(self, timeout: timedelta) -> BoundedStore:
@@ -222,7 +236,7 @@ class BoundedStore:
 
     def _read(self, key: str, found: bytes) -> str | None:
         """A value as text; None, and it is logged once, if no process of the run has written it."""
-        if (value := secret.verified(self.place, key, as_text(found))) is None:
+        if (value := secret.verified(self.place, key, found.decode(errors="replace"))) is None:
             note_stranger(key)
         return value
 
@@ -289,17 +303,8 @@ def nonce_of_run(store: Any) -> str:
     # Another run with another secret has a nonce of its own. The caller may give up while a call
     # hangs, which must not block the store for others.
     key = secret.named("decent_optim_wrapper/nonce")
-    return as_text(cloned(store).compare_set(key, "", secrets.token_hex(16)))
-
-
-def as_text(value: bytes) -> str:
-    """A value of a store as text, also if something else was written there."""
-    return value.decode(errors="replace")
-
-
-def from_json(text: str | None, default: Any) -> Any:
-    """What a rank has written as JSON; `default` if there is no value of this run."""
-    return json.loads(text) if text else default
+    nonce: bytes = cloned(store).compare_set(key, "", secrets.token_hex(16))
+    return nonce.decode(errors="replace")
 
 
 @cache

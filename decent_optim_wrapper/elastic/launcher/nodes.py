@@ -119,7 +119,7 @@ class Nodes:
         is_last = False
         while not is_last:
             is_last = self._stop.is_set()
-            *beats, finished = store.get_all(keys)
+            *beats, finished = store.look(keys)
             self._beats = [
                 (new, looks + 1 if new == old else 0)
                 for new, (old, looks) in zip(beats, self._beats, strict=True)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from loguru import logger
 
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.store import BoundedStore, from_json
+from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.elastic.membership.liveness import ENDED, Beat, EpochWatch
 from decent_optim_wrapper.errors import text_of
 
@@ -201,9 +201,9 @@ class Heartbeat:
         """Read everything that concerns this rank, in one call."""
         epoch, watched = watch.epoch, watch.watched
         keys = [_dead_key(epoch), request_key(epoch + 1), *map(beat_key, watched)]
-        dead, requested, *beats = store.get_all(keys)
+        dead, requested, *beats = store.look(keys)
         # A stranger's value is empty, and asks for nothing.
-        listed, asked = from_json(dead, []), requested not in ("", _NOBODY)
+        listed, asked = json.loads(dead or "[]"), requested not in ("", _NOBODY)
         if watch.look(dict(zip(watched, beats, strict=True)), listed, asked):
             # If another rank writes at the same time, the next look finds what is missing.
             store.set(keys[0], json.dumps(sorted(watch.dead)))

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
-from decent_optim_wrapper.comm.store import BoundedStore, from_json
+from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.waiting import wait_for_any
 from decent_optim_wrapper.elastic.membership.epoch import Note
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat
@@ -88,7 +88,7 @@ class LinkTrial:
             is_over = self.heartbeat.is_over() or time.monotonic() > deadline
             if self.store.check([*keys.values()]):
                 texts = self.store.get_all([*keys.values()])
-                return {one: from_json(text, []) for one, text in zip(keys, texts, strict=True)}
+                return dict(zip(keys, map(json.loads, texts), strict=True))
             if is_over:
                 return {}
             time.sleep(_POLL_SECONDS)

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 from loguru import logger
@@ -31,7 +30,6 @@ from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import (
     WARN_AFTER_SECONDS,
     BoundedStore,
-    from_json,
     part_of_run,
     store_errors,
     warn_of,
@@ -39,7 +37,7 @@ from decent_optim_wrapper.comm.store import (
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.membership.ended import key_prefix, starts_key
-from decent_optim_wrapper.elastic.membership.epoch import FIRST_NOTE, Epoch, Note, with_donor
+from decent_optim_wrapper.elastic.membership.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.membership.heartbeat import Heartbeat, request_key
 from decent_optim_wrapper.elastic.membership.links import LinkTrial
 from decent_optim_wrapper.errors import PeerError, text_of
@@ -114,9 +112,8 @@ class Rendezvous:
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
         """The part of the run, under a prefix that no other rendezvous of this process has."""
-        number, cls.built = cls.built, cls.built + 1
-        find = partial(part_of_run, store, key_prefix(number), timeout)
-        return within(timeout.total_seconds(), find)
+        name, cls.built = key_prefix(cls.built), cls.built + 1
+        return within(timeout.total_seconds(), lambda: part_of_run(store, name, timeout))
 
     def heard(self) -> dict[int, str]:
         """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
@@ -326,7 +323,7 @@ class Rendezvous:
         Raises:
             ValueError: a rank could not start, and this rank starts together with it.
         """
-        written = from_json(self._store.get(_members_key(epoch)), [])
+        written = json.loads(self._store.get(_members_key(epoch)))
         if isinstance(written, list):
             return tuple(written)
         if not self._took_part and self._life <= written["life"]:
@@ -362,7 +359,9 @@ class Rendezvous:
 
     def _present(self, epoch: int) -> tuple[int, ...]:
         """The ranks that have entered."""
-        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
+        came = [rank for rank in self._everyone if self._store.exist([_note_key(epoch, rank)])]
+        texts = self._store.look([_note_key(epoch, rank) for rank in came])
+        return tuple(rank for rank, text in zip(came, texts, strict=True) if text)
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])
@@ -370,8 +369,7 @@ class Rendezvous:
     def _notes(self, epoch: int, ranks: Sequence[int]) -> dict[int, Note]:
         """The notes of ranks that have entered."""
         texts = self._store.get_all([_note_key(epoch, rank) for rank in ranks])
-        notes = (Note(*from_json(text, FIRST_NOTE)) for text in texts)
-        return dict(zip(ranks, notes, strict=True))
+        return {one: Note(*json.loads(text)) for one, text in zip(ranks, texts, strict=True)}
 
 
 def _members_key(epoch: int) -> str:
