@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -151,11 +151,14 @@ def whole_steps(method: str, count: int, repeats: int) -> float:
 
 
 def training_steps(
-    run: Callable[..., list[float]], count: int, repeats: int, turns: int
+    run: Callable[..., list[float]],
+    methods: Sequence[str],
+    count: int,
+    repeats: int,
+    turns: int,
 ) -> dict[str, float]:
-    """The medians of all methods over turns."""
-    # Torch's hook of PowerSGD waits in gloo's threads, which stood still with the buckets here.
-    rows: dict[str, list[float]] = {name: [] for name in METHODS if "PowerSGD" not in name}
+    """The medians of some methods over turns."""
+    rows: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(turns):
         for name, row in rows.items():
             row.append(max(run(2, whole_steps, name, count, repeats)))
@@ -272,6 +275,10 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--training", type=int, default=0, metavar="TURNS", help="whole steps")
+    # Torch's hook of PowerSGD waits in gloo's threads, which stood still with the buckets here.
+    usual = [name for name in METHODS if "PowerSGD" not in name]
+    text = "for --training; decent-dp must be one of them"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=usual, help=text)
     parser.add_argument("--small", type=int, default=0, metavar="BLOCKS", help="small parameters")
     args = parser.parse_args()
     count = int(args.parameters)
@@ -285,7 +292,7 @@ def main() -> None:
             parts = run(1, int8_parts, count, args.small)
             print_table("CPU time of a part of a round in int8", parts, "pack")
         elif args.training:
-            medians = training_steps(run, count, args.repeats, args.training)
+            medians = training_steps(run, args.methods, count, args.repeats, args.training)
             print_table("method", [medians], "decent-dp")
         else:
             print_table("step of a lone rank", run(1, lone_steps), "SGD alone")

@@ -243,6 +243,7 @@ ROWS = [
         ("AdamW, noise of 8", 8, 0, ("ours", *CODED_PAIRS)),
         ("AdamW, noise of 8", 8, 1, (*CODED_FOURS, *CODED_COMPLETE)),
         ("AdamW, noise of 16", 16, 0, ("ours", *CODED_PAIRS)),
+        ("AdamW, noise of 16", 16, -1, ("ours, top-k",)),
         ("AdamW, noise of 16", 16, 1, (*CODED_FOURS, "ours, complete", *CODED_COMPLETE)),
         *(
             ("AdamW, noise by the first moment", ranks, 1, ("ours, complete, int4",))
