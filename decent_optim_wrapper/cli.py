@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--optimizer", choices=("AdamW", "Muon", "SGD"), default="AdamW")
     job.add_argument("--varying", action="store_true", help="if the times of the ranks vary")
 
-    about = "test the links between all pairs of ranks; start it with torchrun"
+    about = "test the links between all pairs of ranks; start it with torchrun or `run`"
     comm = add("comm", lambda args: link_probe.run(args.mib, args.repeats), about)
     comm.add_argument("--mib", type=float, default=8, help="of the large message; 8 by default")
     comm.add_argument("--repeats", type=int, default=5, help="of each measurement; 5 by default")

@@ -23,6 +23,11 @@ from decent_optim_wrapper.elastic.stores.launched_store import StoreUrl
 
 PROGRAM = "python -m decent_optim_wrapper"
 EXAMPLE = "plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4"
+LATE_AND_DDP = (
+    "DecentOptimWrapper(base, model=model, overlap=AsItArrives(), "
+    'topology="one-peer-exp", comm_dtype=torch.int8)',
+    "DDP",
+)
 
 
 def printed(command: str) -> str:
@@ -63,6 +68,33 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
         assert measured.startswith("measured on 16 ranks (32 were not) over") == (text is plans[-1])
         assert re.match(r"an all-reduce takes \d+\.\d+ times as long as computing", ratio)
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
+
+
+def test_the_steps_of_a_plan_contain_those_of_rounds_that_arrive_later() -> None:
+    columns = []
+    for rate in ("2gbit", "40mbit"):
+        lines = printed(f"plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth {rate}")
+        times = {line.partition("  ")[0]: line.split()[-3:] for line in lines.splitlines()}
+        seconds, steps, speed = zip(
+            *(map(float, times[name]) for name in LATE_AND_DDP), strict=True
+        )
+        assert speed[0] == pytest.approx(seconds[1] / seconds[0] / steps[0], rel=0.01)
+        columns.append(steps)
+    assert columns[1][0] > columns[0][0] > columns[0][1] == columns[1][1] == 1
+
+
+def test_a_plan_says_of_its_figures_only_what_is_true_of_them() -> None:
+    job = "plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth"
+    near, far, sgd = (
+        printed(f"{job} {options}").splitlines()[-3]
+        for options in ("218mbit", "40mbit", "40mbit --optimizer SGD")
+    )
+    assert "betas" in near
+    assert "computed" not in near
+    assert "betas" in far
+    assert "computed" in far
+    assert "betas" not in sgd
+    assert "computed" in sgd
 
 
 def test_pairs_are_no_choice_for_two_ranks_which_are_one_in_any_case() -> None:

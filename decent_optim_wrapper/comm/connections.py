@@ -258,6 +258,6 @@ class Connections:
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]
             raise PeerError(
-                f"rank {self.initial_rank}: ranks {members} could not connect within "
-                f"{timeout} ({text_of(error)}); look there for the first error"
+                f"rank {self.initial_rank}: expected ranks {members} to connect within {timeout}, "
+                f"but {text_of(error)}; look there for the first error"
             ) from error

@@ -111,14 +111,13 @@ def late_ranks(store: Any, rank: int, world_size: int) -> list[int]:
         rank: this rank, which has made its part.
         world_size: number of ranks.
     """
-    part, late = PrefixStore("decent_optim_wrapper", cloned(store)), []
+    part = PrefixStore("decent_optim_wrapper", cloned(store))
     own = part.add(f"made by {rank}", 0)
-    for each in range(world_size):
-        if part.add(f"made by {each}", 0) < own:
-            late.append(each)
-        elif each < rank:
-            return []
-    return late
+
+    def is_late(each: int) -> bool:
+        return bool(part.add(f"made by {each}", 0) < own)
+
+    return [*filter(is_late, range(world_size))] if all(map(is_late, range(rank))) else []
 
 
 def warn_of(late: Sequence[int], rank: int) -> None:

@@ -84,9 +84,13 @@ class Measured(NamedTuple):
         # Beyond the last ratio bytes are all that counts, and no setting gains more than there.
         return float(measured) * max(1.0, ratio / ratios[-1])
 
+    def steps_at(self, ratio: float) -> float:
+        """The steps until DDP's loss, over DDP's, with what rounds that arrive later need."""
+        return self.steps + lateness(self.settings, ratio)
+
     def loss_time(self, ratio: float) -> float:
         """The time until DDP's loss, for each step of DDP, over the time of computing."""
-        return self.step(ratio) * (self.steps + lateness(self.settings, ratio))
+        return self.step(ratio) * self.steps_at(ratio)
 
 
 def lateness(settings: str, ratio: float) -> float:
@@ -140,16 +144,19 @@ def plan(job: Job) -> str:
         ValueError: a figure is not positive, or there is only one rank.
     """
     if job.ranks < 2 or not all(figure > 0 for figure in job[:4]):
-        raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
+        given = ", ".join(f"{name}={getattr(job, name):g}" for name in job._fields[:4])
+        raise ValueError(f"expected positive figures and 2 ranks or more, got {given}")
     rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
     taken, ddp = chosen(job), next(row for row in rows if row.settings == "DDP")
     times = "" if taken.rate == 1 else f"{taken.rate:g} times "
     nearest = "" if taken.ranks == job.ranks else f" ({job.ranks} were not)"
+    betas = "" if job.optimizer == "SGD" else ", AdamW with betas=(0.9, 0.95)"
+    computed = ", and computed above a ratio of 8" if ratio > 8 else ""
     methods = [
         {
             "settings": row.settings,
             "s/step": job.step * row.step(ratio),
-            "steps": row.steps,
+            "steps": row.steps_at(ratio),
             "speed-up to DDP's loss": ddp.loss_time(ratio) / row.loss_time(ratio),
         }
         for row in rows
@@ -157,12 +164,11 @@ def plan(job: Job) -> str:
     return "\n".join(
         [
             table(methods),
-            f"measured on {taken.ranks} ranks{nearest} over gloo, AdamW with betas=(0.9, 0.95), "
-            f"and computed above a ratio of 8; over NCCL only pairs send codes, and larger groups "
-            f"float32",
+            f"measured on {taken.ranks} ranks{nearest} over gloo{betas}{computed}; over NCCL only "
+            f"pairs send codes, and larger groups float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
             f"take {taken.settings} with {taken.base} at {times}DDP's learning rate: "
-            f"it has DDP's loss after {taken.steps:.2f} times as many steps, "
+            f"it has DDP's loss after {taken.steps_at(ratio):.2f} times as many steps, "
             f"{ddp.loss_time(ratio) / taken.loss_time(ratio):.1f} times as fast",
         ]
     )

@@ -93,13 +93,15 @@ class Builder:
     def _layout(self) -> Layout:
         settings, sharing = self.settings, self.sharing
         ordered = self.model if self._in_backward or settings.pacing.mixes_early else None
+        # The parameters that the model has now, from the first to the last or backwards.
+        step = -1 if self._in_backward else 1
         return Layout(
             cap_mb=settings.bucket_cap_mb,
             # Members that may change exchange tensors of any device over gloo.
             wire_device=(lambda _: CPU) if sharing.membership else sharing.transport.wire_device,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=tuple if ordered is None else partial(_params_of, ordered, self._in_backward),
+            order=lambda: [*ordered.parameters()][::step] if ordered else (),
             copies=self.replica.copies,
         )
 
@@ -335,8 +337,3 @@ def compare(
         check_same(text, [transport])
     if membership:
         membership.agree(text)
-
-
-def _params_of(model: nn.Module, backwards: bool) -> Sequence[Tensor]:
-    """The parameters that a model has now, from the first to the last or backwards."""
-    return [*model.parameters()][:: -1 if backwards else 1]
