@@ -379,5 +379,6 @@ def test_the_command_says_what_is_missing(
     assert "expected a folder with a complete checkpoint set" in refusal("none")
     assert "torch.distributed.checkpoint" in refusal("mesh")
     assert "such as model.pt, got a.safetensors" in refusal("run", "--out", "a.safetensors")
+    assert "such as model.pt, got ." in refusal("run", "--out", ".")
     assert not out.exists()
     assert command(["average", str(tmp_path / "run"), "--out", str(out), "--part", "net"]) == 0

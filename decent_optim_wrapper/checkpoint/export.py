@@ -24,10 +24,10 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
         The step of the set, and the number of ranks that saved it.
 
     Raises:
-        ValueError: there is no complete set, it has no such part, or `out` names another format.
+        ValueError: there is no complete set, it has no such part, or `out` is a folder or another format.
         NonFiniteError: a file has NaN or infinity where others have finite values.
     """
-    if out.suffix == ".safetensors":
+    if out.suffix == ".safetensors" or out.is_dir():
         raise ValueError(f"expected a file for torch.load, such as model.pt, got {out}")
     saved = _newest(folder)
     paths = {name.rank: saved.folder / str(name) for name in saved.digests}
