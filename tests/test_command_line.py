@@ -20,6 +20,9 @@ from decent_optim_wrapper import __version__
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.elastic.launcher.options import LaunchOptions
 from decent_optim_wrapper.elastic.stores.launched_store import StoreUrl
+from decent_optim_wrapper.planning import plan
+from decent_optim_wrapper.topo import OnePeerExponential
+from decent_optim_wrapper.wire.references import keeps_references
 
 PROGRAM = "python -m decent_optim_wrapper"
 EXAMPLE = "plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4"
@@ -65,7 +68,8 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
     assert len({*plans}) == len(plans)
     for text in plans:
         *_, measured, ratio, pick = text.splitlines()
-        assert measured.startswith("measured on 16 ranks (32 were not) over") == (text is plans[-1])
+        assert measured.startswith("losses of 16 ranks (32 were not), ") == (text is plans[-1])
+        assert ("and times of 8 over" in measured) == ("losses of 16 ranks" in measured)
         assert re.match(r"an all-reduce takes \d+\.\d+ times as long as computing", ratio)
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
 
@@ -85,16 +89,18 @@ def test_the_steps_of_a_plan_contain_those_of_rounds_that_arrive_later() -> None
 
 def test_a_plan_says_of_its_figures_only_what_is_true_of_them() -> None:
     job = "plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth"
-    near, far, sgd = (
-        printed(f"{job} {options}").splitlines()[-3]
-        for options in ("218mbit", "40mbit", "40mbit --optimizer SGD")
+    adamw, sgd, varying = (
+        printed(f"{job} 40mbit {options}").splitlines()[-3]
+        for options in ("", "--optimizer SGD", "--varying")
     )
-    assert "betas" in near
-    assert "computed" not in near
-    assert "betas" in far
-    assert "computed" in far
-    assert "betas" not in sgd
-    assert "computed" in sgd
+    assert ("betas" in adamw, "betas" in sgd) == (True, False)
+    assert ("above a ratio of 8" in adamw, "above a ratio of 4" in varying) == (True, True)
+
+
+def test_pairs_are_a_choice_for_all_ranks_that_keep_references_for_them() -> None:
+    chosen = [ranks for ranks in range(2, 70) if plan.written('topology="one-peer-exp"', ranks)]
+    kept = [n for n in range(3, 70) if OnePeerExponential.fits(n)]
+    assert chosen == [n for n in kept if keeps_references(OnePeerExponential(n))] != kept
 
 
 def test_pairs_are_no_choice_for_two_ranks_which_are_one_in_any_case() -> None:

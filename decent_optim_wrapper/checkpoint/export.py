@@ -24,7 +24,8 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
         The step of the set, and the number of ranks that saved it.
 
     Raises:
-        ValueError: there is no complete set, it has no such part, or `out` is a folder or another format.
+        ValueError: there is no complete set, it has no such part, or `out` is a folder or names
+            another format.
         NonFiniteError: a file has NaN or infinity where others have finite values.
     """
     if out.suffix == ".safetensors" or out.is_dir():
