@@ -131,9 +131,9 @@ def fours(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
 
 ALL_RANKS: dict[str, Any] = {"topology": "complete"}
 IN_PAIRS: dict[str, Any] = {"topology": "one-peer-exp"}
-FLOAT32, INT8, INT4, INT2, TOP_K = (
+FLOAT32, INT8, INT4, INT3, INT2, TOP_K = (
     {"comm_dtype": each}
-    for each in (torch.float32, torch.int8, torch.int4, torch.int2, TopKCodec())
+    for each in (torch.float32, torch.int8, torch.int4, torch.int3, torch.int2, TopKCodec())
 )
 METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
@@ -149,6 +149,7 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the wrapper, pairs, float32": partial(wrapper, **IN_PAIRS, **FLOAT32),
     "the wrapper, pairs, int8": partial(wrapper, **IN_PAIRS, **INT8),
     "the wrapper, pairs, int4": partial(wrapper, **IN_PAIRS, **INT4),
+    "the wrapper, pairs, int3": partial(wrapper, **IN_PAIRS, **INT3),
     "the wrapper, int4": partial(wrapper, **INT4),
     "the wrapper, int2": partial(wrapper, **INT2),
     "the wrapper, pairs, int2": partial(wrapper, **IN_PAIRS, **INT2),
@@ -163,8 +164,10 @@ METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "the module, pairs, float32": partial(module, **IN_PAIRS, **FLOAT32),
     "the module, pairs, int8": partial(module, **IN_PAIRS, **INT8),
     "the module, pairs, int4": partial(module, **IN_PAIRS, **INT4),
+    "the module, pairs, int3": partial(module, **IN_PAIRS, **INT3),
     "the module, int4": partial(module, **INT4),
     "the module, fours, int4": partial(fours, **INT4),
+    "the module, fours, int3": partial(fours, **INT3),
     "the module, int2": partial(module, **INT2),
     "the module, pairs, int2": partial(module, **IN_PAIRS, **INT2),
     "the module, top-k": partial(module, **TOP_K),

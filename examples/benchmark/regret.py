@@ -74,6 +74,7 @@ SETTINGS = {
     "the wrapper": (WRAPPER.format(ALL + INT3), "ours, complete, int3"),
     "the wrapper, int4": (WRAPPER.format(ALL + INT4), "ours, complete, int4"),
     "the wrapper, pairs, int4": (WRAPPER.format(PAIRS + INT4), "ours, int4"),
+    "the wrapper, pairs, int3": (WRAPPER.format(PAIRS + INT3), "ours, int3"),
     "the wrapper, pairs, int8": (WRAPPER.format(PAIRS + INT8), "ours, int8"),
     "the wrapper, pairs, float32": (WRAPPER.format(PAIRS + FLOAT32), "ours"),
     "the wrapper, float32": (WRAPPER.format(ALL + FLOAT32), "ours, complete"),
@@ -92,11 +93,13 @@ SETTINGS = {
     "the module, int8": (MODULE.format(ALL + INT8), "ours, complete, int8"),
     "the module, float32": (MODULE.format(ALL + FLOAT32), "ours, complete"),
     "the module, pairs, int4": (MODULE.format(PAIRS + INT4), "ours, int4"),
+    "the module, pairs, int3": (MODULE.format(PAIRS + INT3), "ours, int3"),
     "the module, pairs, int8": (MODULE.format(PAIRS + INT8), "ours, int8"),
     "the module, pairs, float32": (MODULE.format(PAIRS + FLOAT32), "ours"),
     "the module, int2": (MODULE.format(ALL + INT2), "ours, complete, int2"),
     "the module, pairs, int2": (MODULE.format(PAIRS + INT2), "ours, int2"),
     "the module, fours, int4": (MODULE.format(FOURS + INT4), "ours, groups of 4, int4"),
+    "the module, fours, int3": (MODULE.format(FOURS + INT3), "ours, groups of 4, int3"),
     "the module, top-k": (MODULE.format(ALL + TOP_K), "ours, complete, top-k"),
 }
 # Those of the tables up to a ratio of 8.
@@ -344,6 +347,10 @@ def tables() -> dict[str, str]:
         "ms per step, 8 ranks whose times vary": step_table(8, 0.3),
         "times as fast to DDP's loss, AdamW": speed_table(Point(4, 0.0, "AdamW")),
         "times as fast to DDP's loss, AdamW, 16 ranks": speed_table(Point(16, 0.0, "AdamW")),
+        "times as fast to DDP's loss, AdamW, times that vary": speed_table(Point(4, 0.3, "AdamW")),
+        "times as fast to DDP's loss, AdamW, 8 ranks whose times vary": speed_table(
+            Point(8, 0.3, "AdamW")
+        ),
         "times as fast to DDP's loss, Muon": speed_table(Point(4, 0.0, "Muon")),
         "times as fast at larger ratios, AdamW": far_table("AdamW"),
         "times as fast at larger ratios, Muon": far_table("Muon"),

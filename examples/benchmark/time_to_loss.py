@@ -32,7 +32,7 @@ from stacked_gpt import SIZES, SMALL, StackedGPT
 from stacked_hooks import PowerSGD, bfloat16, eight_bits, eight_bits_of_channels
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Int2Codec, Int3Codec, Int4Codec, Int8Codec, TopKCodec
+from decent_optim_wrapper.codecs import Codec, Int2Codec, Int3Codec, Int4Codec, Int8Codec, TopKCodec
 from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -40,6 +40,18 @@ INT8, INT4, INT3, INT2 = Int8Codec(), Int4Codec(), Int3Codec(), Int2Codec()
 TOP_K, TOP_K_4 = TopKCodec(), TopKCodec(4)
 # 16 ranks average exactly after two rounds.
 FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
+
+
+class MeansInInt3(Int2Codec):
+    """Codes the values of ranks in int2 and the means of larger groups in int3, in equal blocks."""
+
+    block = 360
+
+    def of_means(self, size: int) -> Codec:
+        """An int3 codec with these blocks."""
+        means = Int3Codec().of_means(size)
+        means.block = self.block
+        return means
 
 
 def diloco(every: int, lr: float, momentum: float, **options: Any) -> Method:
@@ -70,6 +82,7 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
         "ours, int4": Method(codec=INT4),
+        "ours, int3": Method(codec=INT3),
         "ours, int2": Method(codec=INT2),
         "ours, top-k": Method(codec=TOP_K),
         "ours, top-k 4": Method(codec=TOP_K_4),
@@ -78,10 +91,12 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete, int4": Method(topology="complete", codec=INT4),
         "ours, complete, int3": Method(topology="complete", codec=INT3),
         "ours, complete, int2": Method(topology="complete", codec=INT2),
+        "ours, complete, int2, means in int3": Method(topology="complete", codec=MeansInInt3()),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
         "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
+        "ours, groups of 4, int3": Method(topology=FOURS, codec=INT3),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, delayed, int4": Method(late=1, codec=INT4),
@@ -208,6 +223,8 @@ ROWS = [
         ("AdamW", 16, 4, (*CODED_COMPLETE, *CODED_FOURS)),
         ("AdamW", 16, 1, ("DDP, PowerSGD 1", "DDP, PowerSGD 4", "DDP, 8 bits a channel")),
         ("AdamW", 16, 1, ("DiLoCo 30", "Streaming DiLoCo 30, int4")),
+        *(("AdamW", ranks, 0, ("DDP, bf16 hook",)) for ranks in (8, 16)),
+        ("AdamW", 8, 1, ("PostLocalSGD 8", "DDP, PowerSGD 4", "DiLoCo 30")),
         ("AccumAdamW", 4, 1, ("DDP", "decent-dp", *PAIRS)),
         ("AccumAdamW", 16, 2, ("ours",)),
         ("SGD", 4, 9, ("DDP",)),
@@ -231,7 +248,7 @@ ROWS = [
         ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, int4", *CODED_COMPLETE)),
         ("AdamW, noise of 4", 4, 1, ("ours, complete, delayed, int4", "ours, complete, top-k")),
         ("AdamW, noise of 4", 4, 0, ("ours, delayed, int4", "ours, top-k")),
-        ("AdamW, noise of 4", 4, 1, ("ours, int2", *COARSE_COMPLETE[1:])),
+        ("AdamW, noise of 4", 4, 1, ("ours, int3", "ours, int2", *COARSE_COMPLETE[1:])),
         *(
             (f"Muon, noise of {ranks}", ranks, exponent, ("ours, complete, int3",))
             for ranks, exponent in ((4, 3), (8, 4), (16, 5))
@@ -240,7 +257,13 @@ ROWS = [
         *(("SGD", ranks, 11, ("ours, complete, int3",)) for ranks in (4, 8, 16)),
         ("SGD", 4, 9, ("ours, complete, int2",)),
         *((f"AdamW, noise of {ranks}", ranks, 1, COARSE_COMPLETE[1:]) for ranks in (8, 16)),
+        ("AdamW, noise of 4", 4, 1, ("ours, complete, int2, means in int3",)),
         ("AdamW, noise of 8", 8, 0, ("ours", *CODED_PAIRS)),
+        *((f"AdamW, noise of {ranks}", ranks, 0, ("ours, int3",)) for ranks in (8, 16)),
+        *(
+            (f"AdamW, noise of {ranks}", ranks, 1, ("ours, groups of 4, int3",))
+            for ranks in (8, 16)
+        ),
         ("AdamW, noise of 8", 8, 1, (*CODED_FOURS, *CODED_COMPLETE)),
         ("AdamW, noise of 16", 16, 0, ("ours", *CODED_PAIRS)),
         ("AdamW, noise of 16", 16, -1, ("ours, top-k",)),
@@ -512,10 +535,10 @@ def draw_sizes(results: Results, path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     places = [gpt.parameters for gpt in SIZES.values()]
     for (name, optimizer), found in by_size(results).items():
-        points = [(at, above) for at, above in zip(places, found, strict=True) if above is not None]
-        if len(points) > 1:
-            label = f"{name}; {optimizer}"
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        if len(found) - found.count(None) > 1:
+            # No line leads over a size that was not measured.
+            points = [math.nan if above is None else above for above in found]
+            axis.plot(places, points, marker="o", markersize=4, label=f"{name}; {optimizer}")
     axis.axhline(0, color="0.6", linewidth=1)
     axis.set_xscale("log")
     axis.set_xticks(places, [*SIZES])
