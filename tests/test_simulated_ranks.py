@@ -363,8 +363,7 @@ def test_a_plan_writes_arguments_that_train_as_its_rows_did(ranks: int) -> None:
 
 
 def test_the_defaults_take_little_longer_than_the_best_of_all_rows() -> None:
-    # On 16 ranks int3 was not trained with Muon.
-    for point in (p for p in regret.points() if p.ranks < 16 or p.optimizer != "Muon"):
+    for point in regret.points():
         rows = regret.regrets(point)
         for method, most in regret.MOST_REGRET.items():
             assert max(rows[method].get(r, 1.0) for r in regret.RATIOS) <= most, (point, method)
