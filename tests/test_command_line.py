@@ -68,8 +68,10 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
     assert len({*plans}) == len(plans)
     for text in plans:
         *_, measured, ratio, pick = text.splitlines()
-        assert measured.startswith("losses of 16 ranks (32 were not), ") == (text is plans[-1])
-        assert ("and times of 8 over" in measured) == ("losses of 16 ranks" in measured)
+        assert measured.startswith("losses of 16 ranks (32 were not measured), ") == (
+            text is plans[-1]
+        )
+        assert ("and times of 8 ranks" in measured) == ("losses of 16 ranks" in measured)
         assert re.match(r"an all-reduce takes \d+\.\d+ times as long as computing", ratio)
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
 
@@ -87,14 +89,49 @@ def test_the_steps_of_a_plan_contain_those_of_rounds_that_arrive_later() -> None
     assert columns[1][0] > columns[0][0] > columns[0][1] == columns[1][1] == 1
 
 
-def test_a_plan_says_of_its_figures_only_what_is_true_of_them() -> None:
-    job = "plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth"
-    adamw, sgd, varying = (
-        printed(f"{job} 40mbit {options}").splitlines()[-3]
-        for options in ("", "--optimizer SGD", "--varying")
+def test_a_plan_says_between_which_ratios_times_were_measured() -> None:
+    job = "plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth 40mbit"
+    equal, varying = (printed(f"{job} {more}").splitlines()[-3] for more in ("", "--varying"))
+    assert ("and above 8;" in equal, "and above 4;" in varying) == (True, True)
+
+
+@pytest.mark.parametrize("options", ["", "--varying", "--optimizer Muon", "--optimizer SGD"])
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_plan_takes_what_no_setting_with_as_many_steps_beats(ranks: int, options: str) -> None:
+    for step in (3.2, 0.8, 0.2, 0.1, 0.01):
+        job = f"--parameters 124M --bandwidth 10gbit --ranks {ranks} --step {step} {options}"
+        _, _, *rows, _, _, pick = printed(f"plan {job}").splitlines()
+        table = {row.partition("  ")[0]: [*map(float, row.split()[-3:])] for row in rows}
+        found = re.match(r"take (.*?) with .* after ([\d.]+) times as many steps", pick)
+        assert found is not None
+        seconds, steps, _ = table[found[1]]
+        assert f"{steps:.2f}" == f"{float(found[2]):.2f}"
+        offered = (row for name, row in table.items() if name.startswith(("DDP", "Dec")))
+        assert all(row[0] >= seconds for row in offered if row[1] <= steps)
+
+
+@pytest.mark.parametrize("options", ["", "--varying", "--optimizer Muon", "--optimizer SGD"])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+def test_a_plan_promises_no_gain_where_the_network_takes_no_time(ranks: int, options: str) -> None:
+    text = printed(f"plan --parameters 124 --bandwidth 1gbit --step 0.4 --ranks {ranks} {options}")
+    assert "an all-reduce takes 0.00 times" in text
+    # With Muon pairs on 4 ranks need fewer steps than DDP.
+    assert text.endswith(" 1.0 times as fast\n")
+    assert "take DDP with" in text or (ranks, options) in (
+        (2, "--optimizer Muon"),
+        (4, "--optimizer Muon"),
     )
-    assert ("betas" in adamw, "betas" in sgd) == (True, False)
-    assert ("above a ratio of 8" in adamw, "above a ratio of 4" in varying) == (True, True)
+
+
+def test_above_16_ranks_groups_of_four_take_the_place_of_all_ranks() -> None:
+    for ranks, groups in (
+        (16, "Hierarchical(16, 4, inner='complete')"),
+        (64, "Hierarchical(64, 4, inner=Hierarchical(16, 4, inner='complete'))"),
+        (24, "Hierarchical(24, 4, inner='complete')"),
+    ):
+        text = printed(f"plan --parameters 124M --ranks {ranks} --bandwidth 1gbit --step 0.4")
+        assert groups in text
+        assert ('topology="complete"' in text) == (ranks == 16)
 
 
 def test_pairs_are_a_choice_for_all_ranks_that_keep_references_for_them() -> None:

@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from decent_optim_wrapper import Elastic, Late, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Late, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import optim_fn_adamw
 
@@ -110,6 +110,33 @@ def test_what_is_personal_to_a_rank_is_neither_compared_nor_mixed(way: str, over
     (one, first), (other, second) = run_threads(2, main)
     assert torch.equal(one, other)
     assert not torch.equal(first, second)
+
+
+class OfNoLength(nn.Sequential):
+    """A model that is false where a bool is expected, as one with nothing remembered yet."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_buckets_have_the_order_of_a_model_of_length_0(in_backward: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        module = OfNoLength(*(nn.Linear(16, 16) for _ in range(6)))
+        fill(module)
+        params = [*module.parameters()]
+        size = 3000 / 2**20
+        if in_backward:
+            buckets = wrap(module, group, sgd, bucket_size_in_mb=size).optimizer.buckets
+        else:
+            options: Any = {"process_group": group, "bucket_cap_mb": size}
+            base = sgd([*params[4:], *params[:4]])
+            buckets = DecentOptimWrapper(base, model=module, **options).buckets
+        assert len(buckets) > 1
+        members = [member for bucket in buckets for member in bucket.members]
+        assert [*map(id, members)] == [*map(id, params[:: -1 if in_backward else 1])]
+
+    run_threads(2, main)
 
 
 @pytest.mark.parametrize(("optim_fn", "views"), [(sgd, False), (optim_fn_adamw, True)])

@@ -349,7 +349,7 @@ def test_the_command_writes_the_averaged_model(
     assert (mean["0.weight"] - models[0]["0.weight"]).abs().max() > 1e-2
     with pytest.raises(SystemExit):
         command(["average", str(run), "--out", str(out.parent)])
-    assert "Is a directory" in capsys.readouterr().err
+    assert "expected a file for torch.load" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["model.pt"]
     assert {*tmp_path.iterdir()} == {run, out.parent}
 

@@ -29,6 +29,7 @@ _FAST = 1.05
 _INT8_COPY, _LATER = 0.254 / 1.5, 0.16
 # What nothing passed gives on as many ranks as were measured.
 _DEFAULT = ', topology="complete", comm_dtype=torch.int3'
+_FOURS = "Hierarchical({}, 4, inner='complete')"
 
 
 class Job(NamedTuple):
@@ -102,11 +103,17 @@ def written(settings: str, ranks: int) -> str:
     # Two ranks are a pair in any topology, so pairs save no bytes. Codes were measured with
     # references, which ranks keep for pairs of at most 16.
     fits = {"one-peer-exp": ranks in (4, 8, 16), "Hierarchical": Hierarchical.fits(ranks, 4)}
+    # More ranks would exchange too many messages.
+    fits['topology="complete"'] = default_name(ranks, mixes_all=True) == "complete"
     if not all(fit for name, fit in fits.items() if name in settings):
         return ""
-    if default_name(ranks, mixes_all=True) == "complete":
-        settings = settings.replace(_DEFAULT, "")
-    return settings.replace("(n,", f"({ranks},")
+    return settings.replace(_DEFAULT, "").replace(_FOURS.format("n"), fours(ranks))
+
+
+def fours(ranks: int) -> str:
+    """How groups of four are written, of four groups of four and so on above 16 ranks."""
+    inner = fours(ranks // 4) if ranks > 16 and Hierarchical.fits(ranks // 4, 4) else "'complete'"
+    return _FOURS.format(ranks).replace("'complete'", inner)
 
 
 @cache
@@ -146,8 +153,7 @@ def plan(job: Job) -> str:
     rows, ratio = _measured(job.ranks, job.optimizer, job.varying), job.ratio
     taken, ddp = chosen(job), next(row for row in rows if row.settings == "DDP")
     times = "" if taken.rate == 1 else f"{taken.rate:g} times "
-    nearest = "" if taken.ranks == job.ranks else f" ({job.ranks} were not)"
-    betas = "" if job.optimizer == "SGD" else ", AdamW with betas=(0.9, 0.95)"
+    nearest = "" if taken.ranks == job.ranks else f" ({job.ranks} were not measured)"
     # 16 ranks have the times of 8.
     timed, last = min(taken.ranks, 8), 4 if job.varying else 8
     methods = [
@@ -157,14 +163,14 @@ def plan(job: Job) -> str:
             "steps": row.steps_at(ratio),
             "speed-up to DDP's loss": ddp.loss_time(ratio) / row.loss_time(ratio),
         }
-        for row in rows
+        for row in sorted(rows, key=lambda row: row.steps_at(ratio))
     ]
     return "\n".join(
         [
             table(methods),
-            f"losses of {taken.ranks} ranks{nearest}{betas}, and times of {timed} over gloo, "
-            f"computed above a ratio of {last}; over NCCL only pairs send codes, and larger groups "
-            f"float32",
+            f"losses of {taken.ranks} ranks{nearest}, any AdamW with betas=(0.9, 0.95), and "
+            f"times of {timed} ranks over gloo, computed below a ratio of 0.25 and above {last}; "
+            f"no other row was measured; over NCCL only pairs send codes, larger groups float32",
             f"an all-reduce takes {ratio:.2f} times as long as computing a step",
             f"take {taken.settings} with {taken.base} at {times}DDP's learning rate: "
             f"it has DDP's loss after {taken.steps_at(ratio):.2f} times as many steps, "

@@ -101,7 +101,7 @@ class Builder:
             wire_device=(lambda _: CPU) if sharing.membership else sharing.transport.wire_device,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=lambda: [*ordered.parameters()][::step] if ordered else (),
+            order=lambda: [*ordered.parameters()][::step] if ordered is not None else (),
             copies=self.replica.copies,
         )
 

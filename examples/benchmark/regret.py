@@ -412,9 +412,19 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def at_no_ratio(point: Point, method: str) -> float:
+    """The milliseconds of a step where the network takes no time; DDP's are those of computing."""
+    row = row_of(point, method)
+    if method == "DDP":
+        idle = step_times()[min(point.ranks, 8), point.varying, "no communication"]
+        return idle[min(idle)]
+    (low, least), (high, more) = sorted(row.items())[:2]
+    return least - low * max(0.0, (more - least) / (high - low))
+
+
 def write(path: Path) -> None:
     """Write what a plan reads: a row for each setting and point of the grid."""
-    head = ["settings", "ranks", "varying", "optimizer", "base", "rate", "steps", *ALL_RATIOS]
+    head = ["settings", "ranks", "varying", "optimizer", "base", "rate", "steps", 0.0, *ALL_RATIOS]
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
@@ -423,7 +433,8 @@ def write(path: Path) -> None:
                 of = known(name, point.ranks, point.optimizer)
                 row = row_of(point, method)
                 if of is not None and row:
-                    cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in ALL_RATIOS]
+                    row = {0.0: at_no_ratio(point, method), **row}
+                    cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in head[7:]]
                     where = point.ranks, int(bool(point.varying)), point.optimizer
                     base, _, noise = of.base.partition(", noise")
                     if base == "AdamW":

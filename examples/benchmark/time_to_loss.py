@@ -38,8 +38,12 @@ from decent_optim_wrapper.topo import Hierarchical
 RESULTS = Path(__file__).with_suffix(".csv")
 INT8, INT4, INT3, INT2 = Int8Codec(), Int4Codec(), Int3Codec(), Int2Codec()
 TOP_K, TOP_K_4 = TopKCodec(), TopKCodec(4)
-# 16 ranks average exactly after two rounds.
-FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
+
+
+def fours(ranks: int) -> Hierarchical:
+    """Groups of four, in which 16 ranks average exactly after two rounds, and 64 after three."""
+    is_nested = ranks > 16 and Hierarchical.fits(ranks // 4, 4)
+    return Hierarchical(ranks, 4, inner=fours(ranks // 4) if is_nested else "complete")
 
 
 class MeansInInt3(Int2Codec):
@@ -94,9 +98,9 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours, complete, int2, means in int3": Method(topology="complete", codec=MeansInInt3()),
         "ours, complete, top-k": Method(topology="complete", codec=TOP_K),
         "ours, complete, delayed, int4": Method(topology="complete", late=1, codec=INT4),
-        "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
-        "ours, groups of 4, int4": Method(topology=FOURS, codec=INT4),
-        "ours, groups of 4, int3": Method(topology=FOURS, codec=INT3),
+        "ours, groups of 4, int8": Method(topology=fours, codec=INT8),
+        "ours, groups of 4, int4": Method(topology=fours, codec=INT4),
+        "ours, groups of 4, int3": Method(topology=fours, codec=INT3),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, delayed, int4": Method(late=1, codec=INT4),

@@ -80,15 +80,14 @@ class LinkTrial:
 
     def _share(self, name: str, own: list[int]) -> dict[int, list[int]]:
         """The lists that the ranks have written under this name; none if one does not come."""
-        keys = {rank: f"{self.epoch}/{name}/{rank}" for rank in self.notes}
-        self.store.set(keys[self.heartbeat.rank], json.dumps(own))
+        keys = [f"{self.epoch}/{name}/{rank}" for rank in self.notes]
+        self.store.set(f"{self.epoch}/{name}/{self.heartbeat.rank}", json.dumps(own))
         deadline = time.monotonic() + 2 * self._wait.total_seconds()
         while True:
             # Before the look: a rank that has seen all lists asks for the next epoch.
             is_over = self.heartbeat.is_over() or time.monotonic() > deadline
-            asked = [*keys.values()]
-            if self.store.exist(asked) and "" not in (texts := self.store.look(asked)):
-                return dict(zip(keys, map(json.loads, texts), strict=True))
+            if self.store.exist(keys) and "" not in (texts := self.store.look(keys)):
+                return dict(zip(self.notes, map(json.loads, texts), strict=True))
             if is_over:
                 return {}
             time.sleep(_POLL_SECONDS)
