@@ -26,10 +26,9 @@ from decent_optim_wrapper.wire.references import keeps_references
 
 PROGRAM = "python -m decent_optim_wrapper"
 EXAMPLE = "plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4"
-LATE_AND_DDP = (
+AS_IT_ARRIVES = (
     "DecentOptimWrapper(base, model=model, overlap=AsItArrives(), "
-    'topology="one-peer-exp", comm_dtype=torch.int8)',
-    "DDP",
+    'topology="one-peer-exp", comm_dtype=torch.int8)'
 )
 
 
@@ -76,14 +75,17 @@ def test_a_plan_knows_ranks_optimizer_and_times_that_vary() -> None:
         assert re.match(r"take .* at ([\d.]+ times )?DDP's learning rate: it has DDP's loss", pick)
 
 
+def rows_of(plan: str) -> dict[str, list[float]]:
+    """The seconds of a step, the steps and the speed-up of each setting of a plan."""
+    rows = plan.splitlines()[2:-3]
+    return {row.partition("  ")[0]: [*map(float, row.split()[-3:])] for row in rows}
+
+
 def test_the_steps_of_a_plan_contain_those_of_rounds_that_arrive_later() -> None:
     columns = []
     for rate in ("2gbit", "40mbit"):
-        lines = printed(f"plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth {rate}")
-        times = {line.partition("  ")[0]: line.split()[-3:] for line in lines.splitlines()}
-        seconds, steps, speed = zip(
-            *(map(float, times[name]) for name in LATE_AND_DDP), strict=True
-        )
+        rows = rows_of(printed(f"plan --parameters 5.243M --ranks 4 --step 0.3 --bandwidth {rate}"))
+        seconds, steps, speed = zip(rows[AS_IT_ARRIVES], rows["DDP"], strict=True)
         assert speed[0] == pytest.approx(seconds[1] / seconds[0] / steps[0], rel=0.01)
         columns.append(steps)
     assert columns[1][0] > columns[0][0] > columns[0][1] == columns[1][1] == 1
@@ -100,8 +102,8 @@ def test_a_plan_says_between_which_ratios_times_were_measured() -> None:
 def test_a_plan_takes_what_no_setting_with_as_many_steps_beats(ranks: int, options: str) -> None:
     for step in (3.2, 0.8, 0.2, 0.1, 0.01):
         job = f"--parameters 124M --bandwidth 10gbit --ranks {ranks} --step {step} {options}"
-        _, _, *rows, _, _, pick = printed(f"plan {job}").splitlines()
-        table = {row.partition("  ")[0]: [*map(float, row.split()[-3:])] for row in rows}
+        text = printed(f"plan {job}")
+        table, pick = rows_of(text), text.splitlines()[-1]
         found = re.match(r"take (.*?) with .* after ([\d.]+) times as many steps", pick)
         assert found is not None
         seconds, steps, _ = table[found[1]]

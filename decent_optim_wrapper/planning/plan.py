@@ -118,12 +118,12 @@ def fours(ranks: int) -> str:
 
 @cache
 def _measured(ranks: int, optimizer: str, varying: bool) -> tuple[Measured, ...]:
-    """The rows of the number of ranks that is nearest, by their steps."""
+    """The rows of the number of ranks that is nearest."""
     with MEASURED.open(newline="") as file:
         head, *rows = csv.reader(file)
     rows = [row for row in rows if row[2:4] == [str(int(varying)), optimizer]]
     nearest = min({int(row[1]) for row in rows}, key=lambda n: abs(math.log(n / ranks)))
-    found = [
+    return tuple(
         Measured(
             settings=text,
             ranks=nearest,
@@ -134,8 +134,7 @@ def _measured(ranks: int, optimizer: str, varying: bool) -> tuple[Measured, ...]
         )
         for settings, of, _, _, base, rate, steps, *times in rows
         if int(of) == nearest and (text := written(settings, ranks))
-    ]
-    return tuple(sorted(found, key=lambda each: each.steps))
+    )
 
 
 def plan(job: Job) -> str:

@@ -412,9 +412,8 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def at_no_ratio(point: Point, method: str) -> float:
+def at_no_ratio(point: Point, method: str, row: dict[float, float]) -> float:
     """The milliseconds of a step where the network takes no time; DDP's are those of computing."""
-    row = row_of(point, method)
     if method == "DDP":
         idle = step_times()[min(point.ranks, 8), point.varying, "no communication"]
         return idle[min(idle)]
@@ -433,7 +432,7 @@ def write(path: Path) -> None:
                 of = known(name, point.ranks, point.optimizer)
                 row = row_of(point, method)
                 if of is not None and row:
-                    row = {0.0: at_no_ratio(point, method), **row}
+                    row = {0.0: at_no_ratio(point, method, row), **row}
                     cells = [f"{row[r] / COMPUTING_MS:.3f}" if r in row else "" for r in head[7:]]
                     where = point.ranks, int(bool(point.varying)), point.optimizer
                     base, _, noise = of.base.partition(", noise")
